@@ -20,6 +20,7 @@ from twostroke.core.schemes import NATIVE
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
+from twostroke.kernels.codes import Codes
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, UNITS
@@ -120,7 +121,8 @@ MIXED = ("blocks.0.attn.qkv.weight", "blocks.1.mlp.down.weight", "blocks.2.mlp.g
 def test_a_directory_of_int4_and_int8_is_planned_matrix_by_matrix(tmp_path: Path, family: str, group: int) -> None:
     decoder, source = saved(family, tmp_path / "m")
     in_int8 = frozenset(name for name in MIXED if name in decoder.state_dict())
-    codes = {n: quantize_groups(w.detach(), group) for n, w in decoder.named_parameters() if w.dim() == 2 and "blocks" in n}
+    named = {n: w.detach() for n, w in decoder.named_parameters() if w.dim() == 2 and "blocks" in n}
+    codes = {n: Codes(*quantize_groups(w, group)) for n, w in named.items()}
     fitted = Fitted({n: found for n, found in codes.items() if n not in in_int8}, in_int8, None, 100)
     quantize_model(source, tmp_path / "q", f"int4-g{group}", fitted=fitted)
     core = EngineCore(tmp_path / "q", EngineSettings(n_threads=1, kv_cache_bytes=2**20))

@@ -120,6 +120,8 @@ def bench_serve(
             url, server = own.url, own.document
             engine = replace(engine, dtype=own.dtype)  # the engine's choice, if --dtype left it to the engine
         inputs: dict[str, Any] = {"url": url, "scheme": None}
+        if directory is not None:
+            inputs["directory"] = str(directory.resolve())
         plan = None
         if directory is not None and spec is not None:
             sampling = SamplingParams(temperature=temperature).kinds
@@ -176,7 +178,8 @@ def bench_offline(
     from twostroke.engine.llm import LLM
 
     llm = LLM(directory, **engine.changed())
-    inputs = {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16, **engine.changed()}
+    inputs: dict[str, Any] = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8}
+    inputs |= {"in_bf16": shape.in_bf16, **engine.changed()}
     inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:

@@ -70,7 +70,7 @@ def evaluate(
     formats = engine_formats(head_dtype, kv_dtype)
     scorer = open_scorer(directory, engine_for(directory, engine, formats), dtype, **formats)
     inputs = {"engine": scorer.engine, "dtype": scorer.formats, "tasks": list(task), "limit": limit}
-    inputs |= {"model": str(directory), "text": text.name if text else None}
+    inputs |= {"model": str(directory.resolve()), "text": text.name if text else None}
     start = time.perf_counter()
     document: dict[str, Any] = {
         "model": str(directory),

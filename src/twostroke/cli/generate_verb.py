@@ -70,7 +70,7 @@ def generate(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
-    inputs = {"directory": str(directory), "dtype": engine.dtype, "n_prompts": len(prompts)}
+    inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()

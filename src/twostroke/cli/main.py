@@ -34,6 +34,7 @@ VERBS: dict[str, str] = {
     "serve": "Serve a model over an OpenAI-compatible interface.",
     "bench": "Send load and measure latency and throughput.",
     "compare": "Two models side by side: quality, speed, cost, size.",
+    "card": "Write a model's card from what was measured here.",
     "ledger": "Predictions and measurements of every run.",
     "demo": "The whole path once, from calibration to a report.",
 }

@@ -21,12 +21,14 @@ W8, W8A8 = "w8", "w8a8"
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale, and
-    whether its products have a matrix unit, without which large ones take long."""
+    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale,
+    whether its products have a matrix unit, without which large ones take long, and whether they round activations to 8 bits,
+    a scale a row."""
 
     element: str
     grouped: bool = False
     matrix_unit: bool = True
+    rounds_inputs: bool = False
 
     @property
     def coded(self) -> bool:
@@ -37,11 +39,11 @@ class NativeFormat:
 NATIVE_FORMATS: dict[str, NativeFormat] = {
     "fp32": NativeFormat("fp32", matrix_unit=False),
     "bf16": NativeFormat("bf16"),
-    "int8": NativeFormat("int8"),
+    "int8": NativeFormat("int8", rounds_inputs=True),  # W8A8
     "int8_weight_only": NativeFormat("int8", matrix_unit=False),
-    "int4": NativeFormat("int4", grouped=True, matrix_unit=False),
+    "int4": NativeFormat("int4", grouped=True, matrix_unit=False, rounds_inputs=True),  # W4A8
 }
-"""In the order of the library's numbers (``ts::Format``). int8 and int4 round activations to 8 bits (W8A8, W4A8)."""
+"""In the order of the library's numbers (``ts::Format``)."""
 
 
 def native_product_name(native: str, group: int = 0) -> str:
@@ -82,6 +84,7 @@ class Scheme:
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
     and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
+    ``computed_from`` names the row in which a directory is written that the engine holds so if it is asked to.
     ``label`` is what a comparison's table calls it, where that is not its name.
 
     A GGUF file quantises the embedding as well, and the output head in a type of its own, the row ``head`` (None: both stay in
@@ -105,6 +108,7 @@ class Scheme:
     beside: str | None = None
     disk: DiskLayout | None = None
     own: str | None = None
+    computed_from: str | None = None
     label: str = ""
     head: str | None = None
     mix: tuple[tuple[str, str, float], ...] = ()
@@ -140,6 +144,11 @@ class Scheme:
     def computes_in_codes(self) -> bool:
         """Whether the native library multiplies the codes themselves; else they are expanded once, at loading."""
         return self.quantised and self.native != "" and NATIVE_FORMATS[self.native].coded
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the native library rounds what is multiplied with the codes to 8 bits, a scale a row."""
+        return self.computes_in_codes and NATIVE_FORMATS[self.native].rounds_inputs
 
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that
@@ -213,7 +222,7 @@ _ROWS = (
         "int8", "int8", 4.0, published=("gptq", "awq", "bitsandbytes", "W8A16"), searched=True, label="int8 × bf16",
         native="int8", torch=(W8, W8A8), stepped=True, disk=INT_QUANTIZED,
     ),
-    Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only"),
+    Scheme("int8_weight_only", "int8", 4.0, planned=False, native="int8_weight_only", computed_from="int8"),
     Scheme(
         "w8a8", "int8", 4.0,
         activations="int8", products=("int8", "bf16"), published=("INT8_SQ", "W8A8_SQ_PER_CHANNEL"),

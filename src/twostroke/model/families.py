@@ -39,16 +39,8 @@ def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
 
 def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(stored name, stored tensor) for each part of ``entry``: the inverse of ``read_entry``."""
-    tensor = stored_order(entry.by_group, tensor)
-    start = 0
-    for part in entry.parts:
-        piece = tensor[start : start + part.rows]
-        if entry.copies > 1:
-            piece = piece.unflatten(0, (entry.copies, -1))
-        if entry.interleaved:
-            piece = piece.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    for part, piece in zip(entry.parts, stored_rows(entry, tensor), strict=True):
         yield part.name, piece.mT if entry.transposed else piece
-        start += part.rows
 
 
 def held_order(entry: Entry, tensor: Tensor) -> Tensor:
@@ -61,6 +53,20 @@ def held_order(entry: Entry, tensor: Tensor) -> Tensor:
         return tensor
     heads = tensor.unflatten(0, (*entry.by_group, -1))
     return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))
+
+
+def stored_rows(entry: Entry, tensor: Tensor) -> Iterator[Tensor]:
+    """The inverse of ``held_order``, a stored part after another: ``tensor``, the rows of ``entry`` or a number for each, in
+    the order of the disk. A part that holds several matrices gets a dimension for them."""
+    tensor, start = stored_order(entry.by_group, tensor), 0
+    for part in entry.parts:
+        piece = tensor[start : start + part.rows]
+        if entry.copies > 1:
+            piece = piece.unflatten(0, (entry.copies, -1))
+        if entry.interleaved:
+            piece = piece.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        yield piece
+        start += part.rows
 
 
 def stored_order(by_group: tuple[int, int] | None, tensor: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,15 +17,15 @@ from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
-from twostroke.kernels.codes import Codes, quantize
+from twostroke.kernels.codes import quantize
 from twostroke.kernels.words import pack_words
-from twostroke.model.families import read_entry, stored_order, write_entry
+from twostroke.model.families import read_entry, stored_rows, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, ZERO
 from twostroke.model.published.registry import module_name
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, WeightFiles
 from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
-from twostroke.quantization.directory import Quantisation
+from twostroke.quantization.directory import Quantisation, bits_per_weight
 from twostroke.quantization.fitting import Fitted
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -35,7 +36,7 @@ class QuantizeReport:
     """``source_bytes`` and ``bytes`` are of the weights as stored. ``relative_error`` is √(Σ(w − ŵ)² / Σw²) over all quantised
     matrices, ``worst`` the matrix where it is largest. Of weights that were fitted to text: how many tokens of it
     (``fitted_to_tokens``), how many matrices are held in int8 instead, and what the whole costs on text beside it
-    (``fitting.Judgement``). ``notes`` are the source's."""
+    (``fitting.Judgement``). ``bits_per_weight`` is of the quantised matrices, scales included. ``notes`` are the source's."""
 
     scheme: str
     n_matrices: int
@@ -44,6 +45,7 @@ class QuantizeReport:
     relative_error: float
     worst: str
     worst_relative_error: float
+    bits_per_weight: float
     n_int8_matrices: int = 0
     fitted_to_tokens: int = 0
     judged_tokens: int = 0
@@ -104,6 +106,7 @@ class _Converter:
             progress(i / len(entries), f"tensor {i + 1} of {len(entries)}")
             tensor = read_entry(entry, self.get)
             self.source_bytes += tensor.nbytes if self.counts_source else 0
+            tensor = tensor if self.fitted is None else self.fitted.source(entry.canonical, tensor)
             held = self.stored.of(entry)
             if held is not None:
                 yield from self._quantised(entry, tensor, held)
@@ -117,24 +120,19 @@ class _Converter:
         if self.fitted is None or scheme.group is None:
             quantised = quantize(weight, scheme)
         else:
-            quantised = Codes(*self.fitted.codes[entry.canonical])
+            quantised = self.fitted.codes[entry.canonical]
         self._count(entry, weight, quantised.values())
-        codes, scale, zero = quantised
-        scale, start = stored_order(entry.by_group, scale), 0
-        if zero is None:
-            for (name, part), stored in zip(write_entry(entry, codes), entry.parts, strict=True):
-                yield name, part.clone(memory_format=torch.contiguous_format)
-                yield f"{module_name(name)}{SCALE}", scale[start : start + stored.rows, None].clone()
-                start += stored.rows
-            return
-        codes, zero = (stored_order(entry.by_group, tensor) for tensor in (codes, zero))
-        for stored in entry.parts:
-            rows, module = slice(start, start + stored.rows), module_name(stored.name)
-            yield f"{module}{PACKED}", pack_words(codes[rows])
-            yield f"{module}{SCALE}", scale[rows].clone()
-            yield f"{module}{ZERO}", pack_words(zero[rows].t()).t().contiguous()
-            yield f"{module}{SHAPE}", torch.tensor([stored.rows, weight.shape[1]])
-            start += stored.rows
+        for parts in zip(entry.parts, *(_stored(entry, tensor) for tensor in quantised), strict=True):
+            part, codes, scale, zero = parts
+            module = module_name(part.name)
+            if zero is None:
+                yield f"{module}.weight", (codes.mT if entry.transposed else codes).clone(memory_format=torch.contiguous_format)
+                yield f"{module}{SCALE}", scale[..., None].clone()
+                continue
+            yield f"{module}{PACKED}", _packed(codes)
+            yield f"{module}{SCALE}", scale.clone(memory_format=torch.contiguous_format)
+            yield f"{module}{ZERO}", _packed(zero.mT).mT.contiguous()
+            yield f"{module}{SHAPE}", torch.tensor(codes.shape[-2:])
 
     def _count(self, entry: Entry, weight: Tensor, rounded: Tensor) -> None:
         lost = float((rounded - weight).square().sum(dtype=torch.float64))
@@ -145,7 +143,8 @@ class _Converter:
         worst = max(relative, key=relative.__getitem__)
         whole = sum(lost for lost, _ in self.errors.values()) / max(sum(t for _, t in self.errors.values()), 1e-300)
         rounding = (len(relative), self.source_bytes, n_bytes, whole**0.5, worst, relative[worst])
-        report = QuantizeReport(self.stored.scheme.family, *rounding, notes=self.spec.notes)
+        bits = bits_per_weight(self.spec, self.stored)
+        report = QuantizeReport(self.stored.scheme.family, *rounding, bits, notes=self.spec.notes)
         if self.fitted is None:
             return report
         report = replace(report, n_int8_matrices=self.n_int8, fitted_to_tokens=self.fitted.n_tokens)
@@ -153,6 +152,16 @@ class _Converter:
         if judged is None:
             return report
         return replace(report, judged_tokens=judged.n_tokens, kl_nats=judged.kl_nats, perplexity_ratio=judged.perplexity_ratio)
+
+
+def _stored(entry: Entry, tensor: Tensor | None) -> Iterable[Any]:
+    """Of each stored part of ``entry`` its rows of ``tensor``, or None."""
+    return (None,) * len(entry.parts) if tensor is None else stored_rows(entry, tensor)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """``pack_words`` along the last dimension, of one matrix or of several."""
+    return pack_words(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:

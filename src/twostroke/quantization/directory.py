@@ -7,11 +7,14 @@ format. ``model.published`` reads them, as it reads everybody's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twostroke.core.families import layout
 from twostroke.core.schemes import SCHEMES, DiskLayout, Scheme
+from twostroke.core.spec import ModelSpec
 from twostroke.model.published.compressed_tensors import METHOD, MIXED_FORMAT
 from twostroke.model.published.registry import module_name
 
@@ -45,19 +48,30 @@ class Quantisation:
 
     def config(self) -> dict[str, Any]:
         """What goes into ``config.json`` as ``quantization_config``."""
-        layout = _layout(self.scheme)
+        own = _layout(self.scheme)
         groups = {"group_0": _config_group(self.scheme, ["Linear"])}
         if self.others and self.beside is not None:
-            groups["group_0"]["format"] = layout.format
+            groups["group_0"]["format"] = own.format
             groups["group_1"] = _config_group(self.beside, list(self.others)) | {"format": _layout(self.beside).format}
         return {
             "quant_method": METHOD,
-            "format": MIXED_FORMAT if self.others else layout.format,
+            "format": MIXED_FORMAT if self.others else own.format,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": ["lm_head"],
             "kv_cache_scheme": None,
         }
+
+
+def bits_per_weight(spec: ModelSpec, held: Quantisation) -> float:
+    """Mean bits of a weight of the blocks' matrices, scales included."""
+    n_bytes, n_weights = 0.0, 0
+    for entry in layout(spec):
+        scheme = held.of(entry)
+        if scheme is not None:
+            n_bytes += scheme.matrix_bytes(*entry.shape)
+            n_weights += math.prod(entry.shape)
+    return 8.0 * n_bytes / n_weights
 
 
 def _layout(scheme: Scheme) -> DiskLayout:
@@ -66,13 +80,13 @@ def _layout(scheme: Scheme) -> DiskLayout:
 
 
 def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    layout, bits = _layout(scheme), round(8 * scheme.element_bytes)
-    weights: dict[str, Any] = {"num_bits": bits, "type": layout.numbers, "dynamic": False}
+    own, bits = _layout(scheme), round(8 * scheme.element_bytes)
+    weights: dict[str, Any] = {"num_bits": bits, "type": own.numbers, "dynamic": False}
     if scheme.group is None:
         weights |= {"symmetric": True, "strategy": "channel"}
     else:
         weights |= {"symmetric": False, "strategy": "group", "group_size": scheme.group}
     activations = None
-    if layout.activations is not None:
-        activations = {"num_bits": 8, "type": layout.activations, "symmetric": True, "strategy": "token", "dynamic": True}
+    if own.activations is not None:
+        activations = {"num_bits": 8, "type": own.activations, "symmetric": True, "strategy": "token", "dynamic": True}
     return {"targets": targets, "weights": weights, "input_activations": activations, "output_activations": None}

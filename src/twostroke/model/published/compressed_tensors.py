@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families.quantised import OURS
@@ -48,6 +48,8 @@ class PackedIntegers(Storage):
     ``weight_scale`` is (n, groups), ``weight_zero_point`` packed along the outputs. ``scattered``: ``weight_g_idx`` puts inputs
     in groups."""
 
+    together: ClassVar[bool] = True
+
     bits: int = 4
     group: int = 128
     symmetric: bool = True
@@ -66,8 +68,8 @@ class PackedIntegers(Storage):
             Stored(PACKED, ((n, -(-k // per_word)),), ("I32",)),
             Stored(SCALE, ((n, count),), FLOATS),
             *zeros,
-            Stored(SHAPE, ((2,),), ("I64", "I32"), optional=True),
-            Stored(GROUP_OF_INPUT, ((k,),), ("I32", "I64"), optional=not self.scattered),
+            Stored(SHAPE, ((2,),), ("I64", "I32"), optional=True, shared=True),
+            Stored(GROUP_OF_INPUT, ((k,),), ("I32", "I64"), optional=not self.scattered, shared=True),
         )
 
     def scheme(self, k: int) -> str | None:
@@ -81,13 +83,15 @@ class PackedIntegers(Storage):
         from twostroke.kernels.words import unpack_words
 
         n, k, count = matrix.n, matrix.k, n_groups(self.group, matrix.k)
-        if SHAPE in matrix and matrix[SHAPE].tolist() != [n, k]:
-            raise matrix.error(f"'weight_shape' must be {n} × {k}")
+        if SHAPE in matrix and matrix[SHAPE].tolist() != [matrix.rows, k]:
+            raise matrix.error(f"'weight_shape' must be {matrix.rows} × {k}")
         codes, scales = unpack_words(matrix[PACKED], k, self.bits), matrix.scales(SCALE)
         if self.symmetric:
             zeros = torch.full((n, count), 1 << (self.bits - 1), dtype=torch.uint8)
         else:
-            zeros = unpack_words(matrix[ZERO].t(), n, self.bits).t()
+            words = matrix[ZERO]
+            zeros = unpack_words(words.t(), len(words) * (32 // self.bits), self.bits).t()
+            zeros = zeros.unflatten(0, (matrix.copies, -1))[:, : matrix.rows].flatten(0, 1)
         in_order = torch.arange(k) // (k if count == 1 else self.group)
         given = GROUP_OF_INPUT in matrix and not bool((matrix[GROUP_OF_INPUT] == _BROKEN_GROUPS).all())
         group_of_input = matrix.groups(GROUP_OF_INPUT, count) if given else in_order

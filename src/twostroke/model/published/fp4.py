@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from twostroke.model.published.storage import Storage, Stored, StoredMatrix
 
@@ -43,6 +43,8 @@ def mxfp4_values(blocks: Tensor, exponents: Tensor) -> Tensor:
 class Mxfp4(Storage):
     """Blocks of 32 inputs with an exponent of 8 bits. ``blocks``: as gpt-oss, ``…_blocks`` (n, k/32, 16) and ``…_scales``
     (n, k/32); else as compressed-tensors, ``weight_packed`` (n, k/2) and ``weight_scale`` (n, k/32)."""
+
+    together: ClassVar[bool] = True
 
     blocks: bool = True
 

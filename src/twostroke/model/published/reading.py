@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twostroke.core.errors import CorruptFileError
+from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.families import layout, read_config, read_spec
 from twostroke.core.families.weights import Entry, Part
 from twostroke.core.schemes import SCHEMES
@@ -16,7 +16,7 @@ from twostroke.core.units import format_bytes
 from twostroke.kernels.codes import Codes
 from twostroke.model.families import held_order, is_recomputed, stored_name
 from twostroke.model.published.registry import Holding, holding, module_name, storage_of, storages
-from twostroke.model.published.storage import FLOATS, Storage, StoredMatrix
+from twostroke.model.published.storage import FLOATS, Storage, Stored, StoredMatrix
 from twostroke.model.safetensors_file import TensorInfo, WeightFiles
 
 IGNORED = (
@@ -106,11 +106,16 @@ class QuantisedWeights:
 
     def _quantised(self, entry: Entry, part: Part, storage: Storage) -> set[str]:
         module, k, names = module_name(part.name), entry.shape[1], {}
-        for stored in storage.tensors(part.rows, k):
+        if entry.copies > 1 and not storage.together:
+            raise ConfigError(
+                f"{self.directory}: the experts of {module!r} are stored as one tensor, which is not read in {self.method}'s "
+                f"format ({storage.label}). Start from the unquantised model."
+            )
+        for stored in storage.tensors(part.rows // entry.copies, k):
             name = stored_name(self.spec, f"{module}{stored.suffix}", self.files.infos)
             if name not in self.files and stored.optional:
                 continue
-            shapes = (entry.stored_shape(part),) if stored.oriented else _of_copies(stored.shapes, part.rows, entry.copies)
+            shapes = (entry.stored_shape(part),) if stored.oriented else _of_copies(stored, entry.copies)
             self._check(name, shapes, stored.tags)
             names[stored.suffix] = name
         matrix = StoredMatrix(self.files, module, part.rows, k, names, entry.transposed, entry.copies)
@@ -145,11 +150,12 @@ def _fits(info: TensorInfo, shapes: tuple[tuple[int, ...], ...]) -> bool:
     return info.shape in shapes if shapes else len(info.shape) == 1
 
 
-def _of_copies(shapes: tuple[tuple[int, ...], ...], rows: int, copies: int) -> tuple[tuple[int, ...], ...]:
-    """``shapes`` of a tensor that holds ``rows`` as those of several matrices."""
-    if copies == 1:
-        return shapes
-    return tuple((copies, rows // copies, *shape[1:]) if shape and shape[0] == rows else shape for shape in shapes)
+def _of_copies(stored: Stored, copies: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a tensor that holds ``stored`` of several matrices, one after another along a first dimension. What is the same
+    for all rows stays one."""
+    if copies == 1 or stored.shared:
+        return stored.shapes
+    return tuple((copies, *shape) for shape in stored.shapes)
 
 
 def _values(found: Codes | Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from twostroke.model.published.storage import FLOATS, Storage, Stored, StoredMatrix, n_groups
 
@@ -21,6 +21,8 @@ _IN_WORDS = {"tensor": "one scale", "channel": "one scale an output"}
 class Scaled(Storage):
     """``weight`` (n, k) and a scale for the tensor, an output, ``block`` outputs × inputs, or a group of inputs (a block of one
     output), under the suffix ``scale``. ``zero_points``: codes are less those."""
+
+    together: ClassVar[bool] = True
 
     element: Literal["int8", "fp8"]
     by: Literal["tensor", "channel", "block"] = "channel"
@@ -45,9 +47,10 @@ class Scaled(Storage):
             shapes = ((math.ceil(n / self.block[0]), n_groups(self.block[1], k)),)
         found = (
             Stored(".weight", ((n, k),), (_TAGS[self.element],), oriented=True),
-            Stored(self.scale, shapes, FLOATS),
+            Stored(self.scale, shapes, FLOATS, shared=self.by == "tensor"),
         )
-        return (*found, Stored(".weight_zero_point", shapes, ("I8",))) if self.zero_points else found
+        zeros = Stored(".weight_zero_point", shapes, ("I8",), shared=self.by == "tensor")
+        return (*found, zeros) if self.zero_points else found
 
     def scheme(self, k: int) -> str | None:
         if self.by == "block" or self.zero_points:
@@ -57,19 +60,20 @@ class Scaled(Storage):
     def read(self, matrix: StoredMatrix) -> Codes | Tensor:
         from twostroke.kernels.codes import Codes
 
-        codes, n, k = matrix.oriented(".weight"), matrix.n, matrix.k
-        if self.scheme(k) is not None:
+        codes = matrix.oriented(".weight")
+        if self.scheme(matrix.k) is not None:
             scales = matrix.scales(self.scale, positive=True).flatten()
-            return Codes(codes.contiguous(), scales.expand(n).contiguous())
+            return Codes(codes.contiguous(), scales.expand(matrix.n).contiguous())
         values = codes.float()
         if self.zero_points:
-            values -= self._spread(matrix[".weight_zero_point"].float(), n, k)
-        return values.mul_(self._spread(matrix.scales(self.scale), n, k))
+            values -= self._spread(matrix[".weight_zero_point"].float(), matrix)
+        return values.mul_(self._spread(matrix.scales(self.scale), matrix))
 
-    def _spread(self, numbers: Tensor, n: int, k: int) -> Tensor:
+    def _spread(self, numbers: Tensor, matrix: StoredMatrix) -> Tensor:
         """A number for each weight."""
         if self.by != "block":
             return numbers.reshape(-1, 1)
-        rows, columns = self.block
+        (rows, columns), k = self.block, matrix.k
         wide = numbers.repeat_interleave(k if columns == -1 else columns, dim=1)[:, :k]
-        return wide.repeat_interleave(rows, dim=0)[:n]
+        tall = wide.unflatten(0, (matrix.copies, -1)).repeat_interleave(rows, dim=1)
+        return tall[:, : matrix.rows].flatten(0, 1)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.schemes import GROUPS
@@ -26,17 +26,22 @@ MAX_GROUP = 2**20
 
 class Stored(NamedTuple):
     """One tensor of a stored matrix, named by what follows the layer's name. ``shapes`` are those that may be; ``tags`` are
-    safetensors' types. ``oriented``: it lies as the family stores plain weights, transposed where those are."""
+    safetensors' types. ``oriented``: it lies as the family stores plain weights, transposed where those are. ``shared``: it is
+    one for all matrices that are stored together."""
 
     suffix: str
     shapes: tuple[tuple[int, ...], ...]
     tags: tuple[str, ...]
     optional: bool = False
     oriented: bool = False
+    shared: bool = False
 
 
 class Storage(ABC):
     """A way to store a matrix of ``n`` outputs and ``k`` inputs."""
+
+    together: ClassVar[bool] = False
+    """Whether the matrices of all experts may be stored as one."""
 
     @property
     @abstractmethod
@@ -45,7 +50,7 @@ class Storage(ABC):
 
     @abstractmethod
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
-        """Every tensor of a matrix."""
+        """Every tensor of a matrix; those of several that are stored together have one more dimension in front."""
 
     @abstractmethod
     def scheme(self, k: int) -> str | None:
@@ -99,6 +104,11 @@ class StoredMatrix:
         if not bool(((groups >= 0) & (groups < n_groups)).all()):
             raise self.error(f"{suffix.lstrip('._')!r} must be groups from 0 to {n_groups - 1}")
         return groups
+
+    @property
+    def rows(self) -> int:
+        """Outputs of one matrix."""
+        return self.n // self.copies
 
     def error(self, what: str) -> CorruptFileError:
         return CorruptFileError(f"{self.files.directory}: {what} in {self.module!r}.")
