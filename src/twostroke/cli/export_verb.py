@@ -31,8 +31,8 @@ def export(
 ) -> None:
     """Write a model that other programs open. With --merge, adapters and their base become one model.
 
-    docs/formats.md says what opens each format and how it is tested. Adapters need no export to be used with peft: the ``model``
-    directory of a LoRA run is in its layout, and every command here takes it as it is.
+    docs/formats.md says what opens each format and how it is tested. Adapters need no export to be used with peft: the
+    ``model`` directory of a LoRA run is in its layout, and every command here takes it as it is.
     """
     from twostroke.interop.export_model import export_model
 

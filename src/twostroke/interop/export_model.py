@@ -1,4 +1,4 @@
-"""Exports a model for other programs: it merges adapters into their base and writes one of the formats of ``export_targets``."""
+"""Exports a model for other programs: merges adapters into their base and writes one of the formats of ``export_targets``."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def export_model(
     progress: Callable[[float, str], None] | None = None,
     to: str = "hf",
 ) -> ExportReport:
-    """Write the model in ``source``, or in its ``model`` folder, to ``directory`` in the format ``to``. With ``merge``, adapters
-    are merged.
+    """Write the model in ``source``, or in its ``model`` folder, to ``directory`` in the format ``to``; with ``merge``, with
+    its adapters merged.
 
     ``precision`` "auto" is that of the model, or of the adapters' base, if the format has it, else the format's first. The
     result appears when it is complete. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if

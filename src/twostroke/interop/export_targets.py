@@ -28,8 +28,8 @@ class ExportSource:
 
 
 Writer = Callable[[ExportSource, Path, str], tuple[str, ...]]
-"""``write(source, out, precision)`` fills ``out`` and returns notes for the report. ``out`` is an empty directory that takes the
-target's place afterwards, or for a target of one file the path to create. An error removes all of it."""
+"""``write(source, out, precision)`` fills ``out`` and returns notes for the report. ``out`` is an empty directory that takes
+the target's place afterwards, or for a target of one file the path to create. An error removes all of it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,13 @@ _ROWS = (
         ("fp32", "bf16", "fp16"),
         "twostroke.interop.export_model:write_hugging_face",
         tested_by="transformers, vLLM",
+    ),
+    ExportTarget(
+        "mlx",
+        "directory for mlx-lm on Apple hardware",
+        ("bf16", "fp16", "fp32", "int8", "int4"),
+        "twostroke.interop.mlx:write_mlx",
+        tested_by="mlx-lm on a CPU",
     ),
 )
 

@@ -94,8 +94,8 @@ def fill_directory(
 
 def require_writable(target: Path, replace: bool, others: Collection[str] = ()) -> None:
     """Raise InputError if a model directory must not be written to ``target``: if it is a file, if it is not empty and
-    ``replace`` is not set, or if it holds files that Twostroke did not write and replacing it would delete. ``others`` are names
-    of files that the target's format has beside those of a model directory."""
+    ``replace`` is not set, or if it holds files that Twostroke did not write and replacing it would delete. ``others`` are
+    names of files that the target's format has beside those of a model directory."""
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file, and a model is written to a directory. Name a directory.")
     if not target.is_dir():
