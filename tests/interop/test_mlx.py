@@ -142,7 +142,7 @@ def test_what_mlx_lm_does_not_open_is_refused(tmp_path: Path) -> None:
             export_model(source, tmp_path / "out", to="mlx", precision=precision)
         assert not (tmp_path / "out").exists()
     report = export_model(saved("mistral", tmp_path / "windowed")[1], tmp_path / "out", to="mlx")
-    assert report.notes == ("mlx-lm computes no sliding window in mistral: beyond 11 tokens its answers differ from ours.",)
+    assert report.notes == ("mlx-lm computes no sliding window in mistral: beyond 11 tokens it differs from us.",)
 
 
 @pytest.mark.soak

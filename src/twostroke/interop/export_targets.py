@@ -86,6 +86,14 @@ _ROWS = (
         "twostroke.interop.mlx:write_mlx",
         tested_by="mlx-lm on a CPU",
     ),
+    ExportTarget(
+        "onnx",
+        "graph with its KV cache as inputs and outputs, for onnxruntime and onnxruntime-genai",
+        ("fp32", "fp16", "int8", "int4"),
+        "twostroke.interop.onnx:write_onnx",
+        files=("model.onnx", "model.onnx.data", "genai_config.json"),
+        tested_by="onnxruntime, onnxruntime-genai",
+    ),
 )
 
 TARGETS: dict[str, ExportTarget] = {row.name: row for row in _ROWS}

@@ -57,9 +57,7 @@ def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...
         write_tokenizer(source.tokenizer, spec, out)
     if spec.sliding_window is None or spec.family in _WINDOWED:
         return ()
-    return (
-        f"mlx-lm computes no sliding window in {spec.family}: beyond {spec.sliding_window} tokens its answers differ from ours.",
-    )
+    return (f"mlx-lm computes no sliding window in {spec.family}: beyond {spec.sliding_window} tokens it differs from us.",)
 
 
 def _require_read(spec: ModelSpec) -> None:
