@@ -1,4 +1,4 @@
-"""Environments of programs that open our exports, made once and kept: hundreds of megabytes, so only ``make soak`` asks for them.
+"""Environments of programs that open our exports, made once and kept: large, so only ``make soak`` asks for them.
 
 ``TWOSTROKE_PEERS`` names the folder that holds them, by name; without it ``runs/peers`` in the repository.
 """

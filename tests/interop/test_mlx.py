@@ -127,7 +127,8 @@ def test_a_directory_holds_every_matrix_in_groups(precision: str, tmp_path: Path
     before, found = load_file(source / "model.safetensors"), of_matrices(tmp_path / "out", bits)
     assert set(found) == {name for name, tensor in before.items() if tensor.ndim == 2}
     for name, tensor in found.items():
-        assert (tensor - before[name]).abs().max() < 1.1 * before[name].abs().max() / (2**bits - 1)
+        # half a step, and roundings of weight and scale to bf16
+        assert (tensor - before[name]).abs().max() < before[name].abs().max() * (1.01 / (2**bits - 1) + 2 / 256)
     assert report.n_bytes < sum(tensor.nbytes for tensor in before.values()) * (bits + 1) / 32
 
 

@@ -107,7 +107,7 @@ class _Graph:
         n, k = weight.shape
         inputs = (self.file.weight(label, codes), self.file.weight(f"{label}.scales", scales.flatten()))
         # Level 4 lets onnxruntime multiply in int8; level 1 keeps fp32 beside codes of 8 bits.
-        level = 4 if bits == 4 else 1
+        level = 1
         return self.file.node(
             "MatMulNBits", x, *inputs, domain=CONTRIB, K=k, N=n, bits=bits, block_size=BLOCK, accuracy_level=level
         )
@@ -135,6 +135,7 @@ class _Graph:
         spec, file, away = self.spec, self.file, self.spec.departures
         ids = file.input("input_ids", torch.int64, ("batch", "tokens"))
         self.attention_mask = file.input("attention_mask", torch.int64, ("batch", "all_tokens"))
+        file.output("logits", torch.float32, ("batch", "tokens", spec.vocab_size))
         self.positions_and_masks(ids)
         table = self.state["embed.weight"]
         held = file.weight("embed.weight", table.to(self.dtype if self.bits is None else torch.float16))
@@ -149,7 +150,6 @@ class _Graph:
         logits = self.product(x, "embed" if spec.tied_embeddings else "head", bias=False, head=True)
         logits = self.capped(logits, away.logit_cap)
         file.node("Cast", logits, name="logits", to=ELEMENT_TYPES[torch.float32])
-        file.output("logits", torch.float32, ("batch", "tokens", spec.vocab_size))
 
     def positions_and_masks(self, ids: str) -> None:
         """``positions`` (B, T) of the new tokens, the rotary tables and, by window, what is added to scores (B, 1, 1, T, S)."""
@@ -268,8 +268,8 @@ class _Graph:
 
 def in_blocks(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(codes (n, k/32, 4·bits) uint8, scales (n, k/32)) of ``weight`` (n, k), as ``MatMulNBits`` reads them without zero
-    points: a number is scale·(code − 2^(bits−1)), two codes of 4 bits in a byte, the first in its low half. Rows are filled up with
-    zeros. The number farthest from zero gets the lowest code, and so is exact."""
+    points: a number is scale·(code − 2^(bits−1)), two codes of 4 bits in a byte, the first in its low half. Rows are
+    filled up with zeros. The number farthest from zero gets the lowest code, and so is exact."""
     n, k = weight.shape
     middle = 2 ** (bits - 1)
     blocks = torch.nn.functional.pad(weight, (0, -k % BLOCK)).view(n, -1, BLOCK)
