@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from peers import ask
+from peers import ask, peer_python
 from safetensors.torch import load_file, save_file
 
 from real_model import greedy_reference, make_model
@@ -49,6 +51,28 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     mask[0, :3] = 0
     both, _ = passed(session, short, mask, None)
     found[folder.name] = [np.concatenate(parts).tolist(), both[0, 3:].tolist()]
+print("FOUND", json.dumps(found))
+"""
+OPENVINO = """
+import json, sys
+import numpy as np, openvino
+from pathlib import Path
+ids = np.array(json.loads(sys.argv[2]))
+exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+core, found = openvino.Core(), {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    model = core.compile_model(folder / "openvino_model.xml", "CPU", exact)
+    kept = [one for one in model.inputs if one.any_name.startswith("past")]
+    past = {one.any_name: np.zeros((1, one.partial_shape[1].get_length(), 0, one.partial_shape[3].get_length()), np.float32)
+            for one in kept}
+    parts, done = [], 0
+    for n in (14, *[1] * (ids.shape[1] - 14)):
+        mask = np.ones((1, done + n), np.int64)
+        answer = model({"input_ids": ids[:, done : done + n], "attention_mask": mask} | past)
+        parts.append(answer["logits"][0].copy())
+        past = {name: answer[name.replace("past_key_values", "present")].copy() for name in past}
+        done += n
+    found[folder.name] = np.concatenate(parts).tolist()
 print("FOUND", json.dumps(found))
 """
 GREEDY = """
@@ -148,16 +172,49 @@ def test_models_that_are_not_dense_are_refused(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @torch.no_grad()
 def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
-    """A prompt and then token by token from the cache, and the same beside another request with padding in front. fp16 keeps
-    11 bits of every intermediate number; codes are compared with the numbers that they stand for."""
-    wanted, tolerances = {}, {}
+    """A prompt and then token by token from the cache, and the same beside another request with padding in front. Codes are
+    compared with the numbers that they stand for; onnxruntime rounds what it multiplies with them to int8."""
+    wanted = all_precisions(tmp_path, "onnx")
+    found = ask("onnx", LOGITS, tmp_path / "out", json.dumps(IDS.tolist()))
+    for name, logits in wanted.items():
+        for got in found[name]:
+            assert error(got, logits) < {"fp16": 1e-2, "int8": 0.1, "int4": 0.1}.get(name, 1e-5), name
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@torch.no_grad()
+def test_openvino_computes_what_we_compute(tmp_path: Path) -> None:
+    """The same of OpenVINO's own files. It multiplies codes in fp32 if it is told to, so their layout is held to five digits."""
+    (site,) = peer_python("openvino").parents[1].glob("lib/python*/site-packages")
+    command = f"import sys; sys.path.append({str(site)!r}); from twostroke.cli.main import main; main()"
+
+    def export(source: Path, out: Path, precision: str) -> None:
+        words = [sys.executable, "-c", command, "export", str(source), str(out), "--to", "openvino", "--precision", precision]
+        subprocess.run(words, check=True, capture_output=True)
+
+    wanted = all_precisions(tmp_path, "openvino", export)
+    found = ask("openvino", OPENVINO, tmp_path / "out", json.dumps(IDS.tolist()))
+    for name, logits in wanted.items():
+        assert error(found[name], logits) < {"fp16": 1e-2}.get(name, 1e-5), name
+
+
+def error(got: list[list[float]], wanted: torch.Tensor) -> float:
+    """Root mean square of the difference, as a share of that of the logits."""
+    return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+
+
+def all_precisions(folder: Path, to: str, export: Callable[[Path, Path, str], object] | None = None) -> dict[str, torch.Tensor]:
+    """Exports of every dense model in fp32, and of one in each other precision; the logits that they must give."""
+    wanted = {}
+    export = export or (lambda source, out, precision: export_model(source, out, to=to, precision=precision))
     for name in DENSE:
-        decoder, source = saved(name, tmp_path / "sources" / name)
-        export_model(source, tmp_path / "out" / name, to="onnx", precision="fp32")
-        wanted[name], tolerances[name] = decoder(IDS)[0], 1e-4
-    for precision, tolerance in (("fp16", 2e-2), ("int8", 1e-3), ("int4", 5e-2)):
-        decoder, source = saved("llama", tmp_path / "sources" / precision)
-        export_model(source, tmp_path / "out" / precision, to="onnx", precision=precision)
+        decoder, source = saved(name, folder / "sources" / name)
+        export(source, folder / "out" / name, "fp32")
+        wanted[name] = decoder(IDS)[0]
+    for precision in ("fp16", "int8", "int4"):
+        _, source = saved("llama", folder / "sources" / precision)
+        export(source, folder / "out" / precision, precision)
         if precision != "fp16":
             held = load_file(source / "model.safetensors")
             for key, weight in held.items():
@@ -166,11 +223,8 @@ def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
                     held[key] = of_blocks(*in_blocks(weight, bits), bits, weight.shape[1]).contiguous()
             held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"].half().float()
             save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-        wanted[precision], tolerances[precision] = load_model(source)(IDS)[0], tolerance
-    found = ask("onnx", LOGITS, tmp_path / "out", json.dumps(IDS.tolist()))
-    for name, logits in wanted.items():
-        for got in found[name]:
-            assert (torch.tensor(got) - logits).abs().max() < tolerances[name] * logits.abs().max(), name
+        wanted[precision] = load_model(source)(IDS)[0]
+    return wanted
 
 
 @pytest.mark.soak

@@ -51,7 +51,7 @@ class ExportTarget:
     def load_writer(self) -> Writer:
         """Its function. Raises InputError, naming what is missing, if a package is not installed, or why it is refused."""
         if self.refused:
-            raise InputError(f"{self.name} is not written here: {self.refused}")
+            raise InputError(f"--to {self.name} is not written. {self.refused}")
         missing = [name for module, name in (self.packages or {}).items() if find_spec(module) is None]
         if missing:
             raise InputError(f"--to {self.name} needs packages that are not installed. Run: pip install {' '.join(missing)}")
@@ -93,6 +93,30 @@ _ROWS = (
         "twostroke.interop.onnx:write_onnx",
         files=("model.onnx", "model.onnx.data", "genai_config.json"),
         tested_by="onnxruntime, onnxruntime-genai",
+    ),
+    ExportTarget(
+        "openvino",
+        "OpenVINO's own files of the same graph",
+        ("fp32", "fp16", "int8", "int4"),
+        "twostroke.interop.openvino:write_openvino",
+        packages={"openvino": "openvino"},
+        files=("openvino_model.xml", "openvino_model.bin"),
+        tested_by="OpenVINO on a CPU",
+    ),
+    ExportTarget(
+        "executorch",
+        "program for phones",
+        refused="ExecuTorch lowers a program of torch.export with a cache of fixed size, and the decoder here has no such form.",
+    ),
+    ExportTarget(
+        "litert",
+        "program for phones",
+        refused="litert-torch lowers a program of torch.export with a cache of fixed size, and the decoder here has no such form.",
+    ),
+    ExportTarget(
+        "coreml",
+        "package for Apple hardware",
+        refused="coremltools predicts on macOS alone, so nothing written here could be checked. Use mlx on Apple hardware.",
     ),
 )
 
