@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,13 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     both, _ = passed(session, short, mask, None)
     found[folder.name] = [np.concatenate(parts).tolist(), both[0, 3:].tolist()]
 print("FOUND", json.dumps(found))
+"""
+EXPORT = """
+import json, sys
+sys.path.append(sys.argv[2])  # after our own packages
+from twostroke.interop.export_model import export_model
+for source, out, precision in json.loads(sys.argv[1]):
+    export_model(source, out, to="openvino", precision=precision)
 """
 OPENVINO = """
 import json, sys
@@ -174,7 +182,7 @@ def test_models_that_are_not_dense_are_refused(tmp_path: Path) -> None:
 def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
     """A prompt and then token by token from the cache, and the same beside another request with padding in front. Codes are
     compared with the numbers that they stand for; onnxruntime rounds what it multiplies with them to int8."""
-    wanted = all_precisions(tmp_path, "onnx")
+    wanted = all_precisions(tmp_path, lambda source, out, kind: export_model(source, out, to="onnx", precision=kind))
     found = ask("onnx", LOGITS, tmp_path / "out", json.dumps(IDS.tolist()))
     for name, logits in wanted.items():
         for got in found[name]:
@@ -185,15 +193,12 @@ def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @torch.no_grad()
 def test_openvino_computes_what_we_compute(tmp_path: Path) -> None:
-    """The same of OpenVINO's own files. It multiplies codes in fp32 if it is told to, so their layout is held to five digits."""
+    """The same of OpenVINO's own files. It multiplies codes in fp32 if told to, so their layout is held to five digits."""
     (site,) = peer_python("openvino").parents[1].glob("lib/python*/site-packages")
-    command = f"import sys; sys.path.append({str(site)!r}); from twostroke.cli.main import main; main()"
-
-    def export(source: Path, out: Path, precision: str) -> None:
-        words = [sys.executable, "-c", command, "export", str(source), str(out), "--to", "openvino", "--precision", precision]
-        subprocess.run(words, check=True, capture_output=True)
-
-    wanted = all_precisions(tmp_path, "openvino", export)
+    exports: list[tuple[str, str, str]] = []
+    wanted = all_precisions(tmp_path, lambda *words: exports.append((str(words[0]), str(words[1]), words[2])))
+    command = EXPORT, json.dumps(exports), str(site)
+    subprocess.run([sys.executable, "-c", *command], check=True, capture_output=True, timeout=900)
     found = ask("openvino", OPENVINO, tmp_path / "out", json.dumps(IDS.tolist()))
     for name, logits in wanted.items():
         assert error(found[name], logits) < {"fp16": 1e-2}.get(name, 1e-5), name
@@ -204,10 +209,9 @@ def error(got: list[list[float]], wanted: torch.Tensor) -> float:
     return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
 
 
-def all_precisions(folder: Path, to: str, export: Callable[[Path, Path, str], object] | None = None) -> dict[str, torch.Tensor]:
+def all_precisions(folder: Path, export: Callable[[Path, Path, str], object]) -> dict[str, torch.Tensor]:
     """Exports of every dense model in fp32, and of one in each other precision; the logits that they must give."""
     wanted = {}
-    export = export or (lambda source, out, precision: export_model(source, out, to=to, precision=precision))
     for name in DENSE:
         decoder, source = saved(name, folder / "sources" / name)
         export(source, folder / "out" / name, "fp32")
@@ -215,6 +219,7 @@ def all_precisions(folder: Path, to: str, export: Callable[[Path, Path, str], ob
     for precision in ("fp16", "int8", "int4"):
         _, source = saved("llama", folder / "sources" / precision)
         export(source, folder / "out" / precision, precision)
+        reference = Path(shutil.copytree(source, folder / "references" / precision))
         if precision != "fp16":
             held = load_file(source / "model.safetensors")
             for key, weight in held.items():
@@ -222,8 +227,8 @@ def all_precisions(folder: Path, to: str, export: Callable[[Path, Path, str], ob
                 if weight.ndim == 2 and "embed" not in key:
                     held[key] = of_blocks(*in_blocks(weight, bits), bits, weight.shape[1]).contiguous()
             held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"].half().float()
-            save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-        wanted[precision] = load_model(source)(IDS)[0]
+            save_file(held, reference / "model.safetensors", metadata={"format": "pt"})
+        wanted[precision] = load_model(reference)(IDS)[0]
     return wanted
 
 

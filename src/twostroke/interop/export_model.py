@@ -12,7 +12,7 @@ from twostroke.core.aside import directory_beside, flush_to_disk
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
-from twostroke.interop.export_targets import ExportSource, target_of
+from twostroke.interop.export_targets import TARGETS, ExportSource, target_of
 from twostroke.interop.import_model import CheckedState
 from twostroke.interop.peft import lazy_state, tokenizer_directory
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
@@ -55,8 +55,8 @@ def export_model(
     ``model.load.open_weights``.
     """
     row, out = target_of(to), Path(directory)
-    row.precision(precision, "")  # before anything is read
     write = row.load_writer()
+    row.precision(precision, "")  # before anything is read
     found = _find(Path(source))
     adapters = is_adapter_directory(found)
     if adapters and not merge:
@@ -69,7 +69,7 @@ def export_model(
     if row.suffix:
         _require_writable_file(out, row.suffix, replace)
     else:
-        require_writable(out, replace, row.files)
+        require_writable(out, replace, [name for any_row in TARGETS.values() for name in any_row.files])
     notes: list[str] = []
     base: Path | None = None
     if adapters:

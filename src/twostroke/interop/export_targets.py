@@ -106,12 +106,12 @@ _ROWS = (
     ExportTarget(
         "executorch",
         "program for phones",
-        refused="ExecuTorch lowers a program of torch.export with a cache of fixed size, and the decoder here has no such form.",
+        refused="ExecuTorch lowers a program of torch.export with a cache of fixed size, which the decoder does not have.",
     ),
     ExportTarget(
         "litert",
         "program for phones",
-        refused="litert-torch lowers a program of torch.export with a cache of fixed size, and the decoder here has no such form.",
+        refused="litert-torch lowers a program of torch.export with a cache of fixed size, which the decoder does not have.",
     ),
     ExportTarget(
         "coreml",

@@ -32,8 +32,8 @@ BLOCK = 32
 _BITS = {"int8": (8, 8), "int4": (4, 8)}
 """Of the blocks' matrices and of the head's."""
 _ACCURACY = 4
-"""Of ``MatMulNBits`` in onnxruntime: inputs are rounded to int8. With 1, fp32, a row times 2048 × 2048 codes takes 0.30 ms instead
-of 0.09 in int4 and 5.7 instead of 0.07 in int8, for which it has no kernel (onnxruntime 1.32, two cores of a Zen 4)."""
+"""Of ``MatMulNBits`` in onnxruntime: inputs are rounded to int8. With 1, fp32, a row times 2048 × 2048 codes takes 0.30 ms
+instead of 0.09 in int4 and 5.7 instead of 0.07 in int8, for which it has no kernel (onnxruntime 1.32, two cores of a Zen 4)."""
 
 
 def require_dense(spec: ModelSpec) -> None:

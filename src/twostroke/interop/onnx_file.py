@@ -7,7 +7,7 @@ list of nodes, so the ``onnx`` package, of 18 MB, is not needed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,13 +87,15 @@ class OnnxFile:
 
     def node(self, kind: str, *inputs: str, name: str = "", domain: str = "", **attributes: Attribute) -> str:
         """The result of the operation ``kind``, called ``name`` if it has a name of its own."""
-        return self.nodes(kind, *inputs, names=(name or self._new_name(kind),), domain=domain, **attributes)[0]
+        return self._add(kind, inputs, (name or self._new_name(kind),), domain, attributes)[0]
 
-    def nodes(
-        self, kind: str, *inputs: str, names: Sequence[str] = (), n: int = 1, domain: str = "", **attributes: Attribute
-    ) -> tuple[str, ...]:
+    def nodes(self, kind: str, *inputs: str, n: int, **attributes: Attribute) -> tuple[str, ...]:
         """The ``n`` results of an operation."""
-        found = tuple(names) or tuple(self._new_name(kind) for _ in range(n))
+        return self._add(kind, inputs, tuple(self._new_name(kind) for _ in range(n)), "", attributes)
+
+    def _add(
+        self, kind: str, inputs: Sequence[str], found: tuple[str, ...], domain: str, attributes: Mapping[str, Attribute]
+    ) -> tuple[str, ...]:
         content = [_inside(1, one) for one in inputs] + [_inside(2, one) for one in found]
         content += [_inside(3, found[0]), _inside(4, kind)]
         content += [_inside(5, _attribute(key, value)) for key, value in attributes.items()]

@@ -15,7 +15,7 @@ MODEL, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
 
 
 def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
-    """Fill ``out`` with the model, its weights and the tokenizer's files. fp16: weights are stored so, and the graph stays fp32.
+    """Fill ``out`` with the model, its weights and the tokenizer's files. fp16: weights are stored so, the graph stays fp32.
 
     Needs the model in ``precision`` twice on the disk for a while. Raises ConfigError for a model that is not dense.
     """
