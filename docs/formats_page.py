@@ -26,7 +26,8 @@ _TESTS = """
   (`tests/interop/test_onnx.py`, `make soak`). int8 and int4 are `MatMulNBits` in blocks of 32 with an int8 head and an fp16
   embedding; onnxruntime rounds what it multiplies with codes to int8.
 - `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. The cache is inputs and outputs,
-  so OpenVINO's own runtime runs it and OpenVINO GenAI, which wants a state inside, does not. Tokenizers stay Hugging Face's files.
+  for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested. The tokenizer stays a Hugging Face
+  file.
 
 The environments of those programs are made by the tests, in the folder that `TWOSTROKE_PEERS` names.
 
