@@ -25,9 +25,9 @@ _TESTS = """
   batches, and of the other precisions; 64 greedy tokens of a chat by onnxruntime-genai with its own tokenizer
   (`tests/interop/test_onnx.py`, `make soak`). int8 and int4 are `MatMulNBits` in blocks of 32 with an int8 head and an fp16
   embedding; onnxruntime rounds what it multiplies with codes to int8.
-- `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. The cache is inputs and outputs,
-  for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested. The tokenizer stays a Hugging Face
-  file.
+- `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. 64 greedy tokens.
+  The cache is inputs and outputs, for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested.
+  The tokenizer stays a Hugging Face file.
 
 The environments of those programs are made by the tests, in the folder that `TWOSTROKE_PEERS` names.
 

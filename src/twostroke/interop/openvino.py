@@ -11,7 +11,7 @@ from pathlib import Path
 from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.onnx import DATA, GENAI, GRAPH, write_onnx
 
-MODEL, WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+MODEL = "openvino_model.xml"
 
 
 def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
@@ -22,7 +22,8 @@ def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str
     import openvino
 
     notes = write_onnx(source, out, "fp32" if precision == "fp16" else precision)
-    openvino.save_model(openvino.convert_model(out / GRAPH), out / MODEL, compress_to_fp16=precision == "fp16")
+    model = openvino.Core().read_model(out / GRAPH)  # convert_model gives the same and reports each use to its makers
+    openvino.save_model(model, out / MODEL, compress_to_fp16=precision == "fp16")
     for name in (GRAPH, DATA, GENAI):
         (out / name).unlink()
     return notes
