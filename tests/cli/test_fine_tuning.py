@@ -72,13 +72,14 @@ def test_what_cannot_be_exported_gets_a_sentence(tmp_path: Path, capsys: pytest.
     for args, sentence in (
         ((str(tmp_path / "none"), str(tmp_path / "out")), "is neither a model or adapter directory"),
         ((str(base), str(tmp_path / "out"), "--merge"), "holds no adapters"),
-        ((str(base), str(tmp_path / "out"), "--dtype", "int3"), "--dtype int3 is not a format to save in"),
+        ((str(base), str(tmp_path / "out"), "--precision", "int3"), "--precision int3 is not written by --to hf"),
+        ((str(base), str(tmp_path / "out"), "--to", "gptq"), "--to gptq is not a format to export to. Use hf"),
     ):
         code, document, _ = run(capsys, "export", *args)
         assert code == 2
         assert sentence in document["error"]
     code, report, _ = run(capsys, "export", str(base), str(tmp_path / "out"), "--dtype", "bf16")
-    assert (code, report["dtype"], report["base"]) == (0, "bf16", None)
+    assert (code, report["precision"], report["base"]) == (0, "bf16", None)
 
 
 def test_a_published_model_on_a_published_data_set(tmp_path: Path, assets: Path, capsys: pytest.CaptureFixture[str]) -> None:

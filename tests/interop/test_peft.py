@@ -81,7 +81,7 @@ def test_ours_in_peft(name: str, tmp_path: Path) -> None:
     close(theirs(TOKENS).logits, unmerged)
     close(theirs.merge_and_unload()(TOKENS).logits, unmerged)
     close(load_model(directory)(TOKENS), unmerged)  # reloaded, merged on the way
-    report = export_model(directory, tmp_path / "merged", merge=True, dtype="fp32")
+    report = export_model(directory, tmp_path / "merged", merge=True, precision="fp32")
     assert report.base == str(base)
     close(load_model(tmp_path / "merged")(TOKENS), unmerged)
     close(transformers_base(tmp_path / "merged")(TOKENS).logits, unmerged)

@@ -1,20 +1,23 @@
-"""Exports a model directory for other programs: it merges adapters into their base and converts weights to another dtype."""
+"""Exports a model for other programs: merges adapters into their base and writes one of the formats of ``export_targets``."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostroke.core.aside import directory_beside, flush_to_disk
 from twostroke.core.dtypes import TORCH_NAMES
-from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
+from twostroke.interop.export_targets import TARGETS, ExportSource, target_of
 from twostroke.interop.import_model import CheckedState
 from twostroke.interop.peft import lazy_state, tokenizer_directory
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
 from twostroke.model.load import open_weights
-from twostroke.model.save import save_model
+from twostroke.model.save import fill_directory, require_writable, written_aside
 
 _NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
@@ -25,10 +28,11 @@ class ExportReport:
 
     source: str
     directory: str
+    target: str
     family: str
     n_parameters: int
     n_bytes: int
-    dtype: str
+    precision: str
     base: str | None
     notes: tuple[str, ...]
 
@@ -37,18 +41,22 @@ def export_model(
     source: Path | str,
     directory: Path | str,
     merge: bool = False,
-    dtype: str = "auto",
+    precision: str = "auto",
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
+    to: str = "hf",
 ) -> ExportReport:
-    """Write the model in ``source``, or in its ``model`` folder, to ``directory``. With ``merge``, adapters are merged.
+    """Write the model in ``source``, or in its ``model`` folder, to ``directory`` in the format ``to``; with ``merge``, with
+    its adapters merged.
 
-    ``dtype`` "auto" is that of the model, or of the adapters' base. Tensors are written one at a time, and the directory
-    appears when it is complete. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, ConfigError
-    for a dtype that is not one to save in, and the errors of ``model.load.open_weights``.
+    ``precision`` "auto" is that of the model, or of the adapters' base, if the format has it, else the format's first. The
+    result appears when it is complete. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if
+    ``directory`` may not be replaced or a package is missing, ConfigError for an unknown format or precision, and the errors of
+    ``model.load.open_weights``.
     """
-    if dtype not in ("auto", "fp32", "bf16", "fp16"):
-        raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
+    row, out = target_of(to), Path(directory)
+    write = row.load_writer()
+    row.precision(precision, "")  # before anything is read
     found = _find(Path(source))
     adapters = is_adapter_directory(found)
     if adapters and not merge:
@@ -58,6 +66,10 @@ def export_model(
         )
     if merge and not adapters:
         raise InputError(f"{found} holds no adapters, so there is nothing to merge. Leave --merge out.")
+    if row.suffix:
+        _require_writable_file(out, row.suffix, replace)
+    else:
+        require_writable(out, replace, [name for any_row in TARGETS.values() for name in any_row.files])
     notes: list[str] = []
     base: Path | None = None
     if adapters:
@@ -66,21 +78,43 @@ def export_model(
         if config.nf4 is not None:
             notes.append("the adapters were trained on the base in NF4, so they are merged into the base as NF4 rounds it.")
     spec, get = open_weights(found)
-    if dtype == "auto":
-        stored = read_config(base or found)
-        dtype = _NAMES.get(str(stored.get("dtype") or stored.get("torch_dtype")), "fp32")
-        dtype = dtype if dtype in ("fp32", "bf16", "fp16") else "fp32"
-    if adapters and dtype != "fp32":
-        notes.append(f"merged weights are rounded to {dtype}; --dtype fp32 keeps them.")
-    state = lazy_state(spec, get)
-    save_model(
-        CheckedState(state, progress), spec, directory, dtype, tokenizer_path=tokenizer_directory(found, base), replace=replace,
-    )  # fmt: skip
+    stored = read_config(base or found)
+    chosen = row.precision(precision, _NAMES.get(str(stored.get("dtype") or stored.get("torch_dtype")), "fp32"))
+    if adapters and chosen != "fp32":
+        remedy = "; --precision fp32 keeps them." if "fp32" in row.precisions else "."
+        notes.append(f"merged weights are rounded to {chosen}{remedy}")
+    state = CheckedState(lazy_state(spec, get), progress)
+    model = ExportSource(found, spec, state, tokenizer_directory(found, base))
+    if row.suffix:
+        out = Path(os.path.abspath(out))
+        with directory_beside(out) as aside:
+            notes += write(model, aside / out.name, chosen)
+            flush_to_disk(aside / out.name)
+            os.replace(aside / out.name, out)
+            flush_to_disk(out.parent)
+        n_bytes = out.stat().st_size
+    else:
+        with written_aside(out) as aside:
+            notes += write(model, aside, chosen)
+        n_bytes = sum(file.stat().st_size for file in out.iterdir())
     n_parameters = sum(math.prod(entry.shape) for entry in layout(spec))
-    n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
-    return ExportReport(
-        str(found), str(directory), spec.family, n_parameters, n_bytes, dtype, None if base is None else str(base), tuple(notes)
-    )
+    where = None if base is None else str(base)
+    return ExportReport(str(found), str(out), to, spec.family, n_parameters, n_bytes, chosen, where, tuple(notes))
+
+
+def write_hugging_face(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
+    """Fill ``out`` with a model directory of transformers' layout. Memory: one shard. Raises the errors of ``save_model``."""
+    fill_directory(source.state, source.spec, out, precision, source.tokenizer)
+    return ()
+
+
+def _require_writable_file(out: Path, suffix: str, replace: bool) -> None:
+    if out.is_dir():
+        raise InputError(f"{out} is a directory, and this format is one file. Name a file that ends in {suffix}.")
+    if out.suffix != suffix:
+        raise InputError(f"{out} must end in {suffix}. Name a file such as {out.with_suffix(suffix)}.")
+    if out.exists() and not replace:
+        raise InputError(f"{out} exists. Name a new file, or replace it with --replace.")
 
 
 def _find(source: Path) -> Path:

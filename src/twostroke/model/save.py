@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from twostroke.core.aside import directory_beside, flush_to_disk, take_place
-from twostroke.core.dtypes import BYTES, TORCH_NAMES
+from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
@@ -34,6 +34,8 @@ COMPANION_FILES = (
     "generation_config.json",
 )  # fmt: skip
 """Files that are copied beside the weights if the tokenizer comes from a model directory."""
+
+MAX_SHARD_BYTES = 5 * 10**9
 
 PACKED_FOLDER = ".packed"
 _PACKED_FILE = re.compile(r"[0-9a-f]{32}\.bin(\.\d+\.partial)?")
@@ -50,7 +52,7 @@ def save_model(
     directory: Path | str,
     dtype: str = "fp32",
     tokenizer_path: Path | str | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = False,
 ) -> Path:
     """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path.
@@ -67,19 +69,33 @@ def save_model(
     target = Path(directory)
     require_writable(target, replace)
     state = model.tensors if isinstance(model, Decoder) else model
-    _check_names(spec, state)
     with written_aside(target) as aside:
-        _write_json(aside / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
-        _write_json(aside / "generation_config.json", _generation_config(spec))
-        _write_weights(spec, state, aside, dtype, max_shard_bytes)
-        if tokenizer_path is not None:
-            write_tokenizer(Path(tokenizer_path), spec, aside)
+        fill_directory(state, spec, aside, dtype, None if tokenizer_path is None else Path(tokenizer_path), max_shard_bytes)
     return target
 
 
-def require_writable(target: Path, replace: bool) -> None:
+def fill_directory(
+    state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    directory: Path,
+    dtype: str,
+    tokenizer_path: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the canonical ``state`` and its tokenizer to ``directory``, which exists. Raises CorruptFileError for a state that
+    is not ``spec``'s, and the errors of ``write_tokenizer``."""
+    _check_names(spec, state)
+    write_json(directory / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
+    write_json(directory / "generation_config.json", generation_config(spec))
+    write_shards(stored_tensors(spec, state, dtype), directory, max_shard_bytes)
+    if tokenizer_path is not None:
+        write_tokenizer(tokenizer_path, spec, directory)
+
+
+def require_writable(target: Path, replace: bool, others: Collection[str] = ()) -> None:
     """Raise InputError if a model directory must not be written to ``target``: if it is a file, if it is not empty and
-    ``replace`` is not set, or if it holds files that Twostroke did not write and replacing it would delete."""
+    ``replace`` is not set, or if it holds files that Twostroke did not write and replacing it would delete. ``others`` are
+    names of files that the target's format has beside those of a model directory."""
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file, and a model is written to a directory. Name a directory.")
     if not target.is_dir():
@@ -87,7 +103,7 @@ def require_writable(target: Path, replace: bool) -> None:
     found = sorted(target.iterdir())
     if found and not replace:
         raise InputError(f"{target} is not empty. Name a new directory, or replace it with --replace.")
-    foreign = [path for path in found if not _is_written_here(path)]
+    foreign = [path for path in found if path.name not in others and not _is_written_here(path)]
     if foreign:
         raise InputError(
             f"{target} cannot be replaced: it holds {foreign[0].name!r:.80}, which Twostroke did not write and "
@@ -144,20 +160,21 @@ def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _write_json(file: Path, document: dict[str, Any]) -> None:
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    """``document`` as the file ``file``, indented, in UTF-8."""
     file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _generation_config(spec: ModelSpec) -> dict[str, Any]:
+def generation_config(spec: ModelSpec) -> dict[str, Any]:
+    """``generation_config.json``: which tokens begin and end a text."""
     config = config_from_spec(spec)
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
 
 
-def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Stored tensors in shards of at most ``max_shard_bytes``. A larger tensor is a shard of its own."""
+def stored_tensors(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, contiguous tensor in ``dtype``) one by one. Raises CorruptFileError for a tensor of another shape than
+    ``spec`` asks for."""
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
     shapes = {entry.canonical: entry.shape for entry in layout(spec)}
 
     def checked(name: str) -> Tensor:  # checked on access, because a state may read its tensors from a file one by one
@@ -169,24 +186,37 @@ def _shards(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, max_shard_
         return tensor
 
     for name, tensor in from_canonical(spec, checked):
-        n_bytes = int(tensor.numel() * BYTES[dtype])
-        if shard and shard_bytes + n_bytes > max_shard_bytes:
+        # Rows of a packed matrix share its storage, which safetensors refuses to write, so each part is cloned.
+        yield name, tensor.to("cpu", wanted).clone().contiguous()
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """``tensors`` in shards of at most ``max_shard_bytes``. A larger tensor is a shard of its own."""
+    shard: dict[str, Tensor] = {}
+    shard_bytes = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = {}, 0
-        # Rows of a packed matrix share its storage, which safetensors refuses to write, so each part is cloned.
-        shard[name] = tensor.to("cpu", wanted).clone().contiguous()
-        shard_bytes += n_bytes
+        shard[name] = tensor
+        shard_bytes += tensor.nbytes
     yield shard
 
 
-def _write_weights(spec: ModelSpec, state: Mapping[str, Tensor], directory: Path, dtype: str, max_shard_bytes: int) -> None:
+def write_shards(
+    tensors: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    made_by: str = "pt",
+) -> None:
+    """Write contiguous ``tensors`` by stored name to one safetensors file, or to several and their index. Memory: one shard."""
     total_bytes, files = 0, []
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(_shards(spec, state, dtype, max_shard_bytes), start=1):
+    for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
         file = directory / f"model-{number:05d}.safetensors"
-        save_file(shard, file, metadata={"format": "pt"})  # transformers refuses a file without this
+        save_file(shard, file, metadata={"format": made_by})  # transformers refuses a file without this
         files.append(file)
-        total_bytes += sum(t.numel() * t.element_size() for t in shard.values())
+        total_bytes += sum(t.nbytes for t in shard.values())
         weight_map |= dict.fromkeys(shard, file.name)
     if len(files) == 1:
         files[0].rename(directory / SINGLE_NAME)
@@ -195,7 +225,7 @@ def _write_weights(spec: ModelSpec, state: Mapping[str, Tensor], directory: Path
     for file in files:
         file.rename(directory / final[file.name])
     index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: final[v] for k, v in weight_map.items()}}
-    _write_json(directory / INDEX_NAME, index)
+    write_json(directory / INDEX_NAME, index)
 
 
 def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
@@ -214,14 +244,14 @@ def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:
     else:
         shutil.copyfile(file, directory / "tokenizer.json")
     if not (directory / "tokenizer_config.json").is_file():
-        _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec))
+        write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec))
 
 
 def write_tokenizer_tables(tokenizer: Tokenizer, spec: ModelSpec, directory: Path, more: dict[str, Any]) -> None:
     """Write ``tokenizer`` to ``directory``, with ``more`` keys in its ``tokenizer_config.json``. Raises DataError as
     ``write_tokenizer``."""
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec) | more)
+    write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer, spec) | more)
 
 
 def _tokenizer_config(tokenizer: Tokenizer, spec: ModelSpec) -> dict[str, Any]:

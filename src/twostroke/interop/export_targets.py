@@ -1,0 +1,130 @@
+"""The formats that ``twostroke export --to`` writes, one row each. A new format is a row and a file with its writer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.spec import ModelSpec
+
+if TYPE_CHECKING:  # the command's help reads this table without torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A model to write: its spec, its canonical tensors, each read on access and checked to be finite (a read also moves the
+    progress bar), and the directory with its ``tokenizer.json``, None if it has none."""
+
+    directory: Path
+    spec: ModelSpec
+    state: Mapping[str, Tensor]
+    tokenizer: Path | None
+
+
+Writer = Callable[[ExportSource, Path, str], tuple[str, ...]]
+"""``write(source, out, precision)`` fills ``out`` and returns notes for the report. ``out`` is an empty directory that takes
+the target's place afterwards, or for a target of one file the path to create. An error removes all of it."""
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """``precisions`` are those that its writer knows, the default first. ``packages`` maps what it imports to what pip calls
+    it. ``files`` are names of files that it writes beside those of a model directory; ``suffix`` is that of a target of one
+    file. ``refused`` says why nothing is written. ``tested_by`` names the program that opens the result in a test."""
+
+    name: str
+    summary: str
+    precisions: tuple[str, ...] = ()
+    writer: str = ""
+    packages: Mapping[str, str] | None = None
+    files: tuple[str, ...] = ()
+    suffix: str = ""
+    refused: str = ""
+    tested_by: str = ""
+
+    def load_writer(self) -> Writer:
+        """Its function. Raises InputError, naming what is missing, if a package is not installed, or why it is refused."""
+        if self.refused:
+            raise InputError(f"--to {self.name} is not written. {self.refused}")
+        missing = [name for module, name in (self.packages or {}).items() if find_spec(module) is None]
+        if missing:
+            raise InputError(f"--to {self.name} needs packages that are not installed. Run: pip install {' '.join(missing)}")
+        module, _, name = self.writer.partition(":")
+        writer: Writer = getattr(importlib.import_module(module), name)
+        return writer
+
+    def precision(self, wanted: str, stored: str) -> str:
+        """``wanted``; of "auto" the ``stored`` one if it can be written, else the default. Raises ConfigError if it is not
+        known."""
+        if wanted == "auto":
+            return stored if stored in self.precisions else self.precisions[0]
+        if wanted not in self.precisions:
+            raise ConfigError(
+                f"precision={wanted!r} is not written by --to {self.name}. Use auto, {', '.join(self.precisions)}."
+            )
+        return wanted
+
+
+_ROWS = (
+    ExportTarget(
+        "hf",
+        "Hugging Face directory, for transformers, vLLM and SGLang",
+        ("fp32", "bf16", "fp16"),
+        "twostroke.interop.export_model:write_hugging_face",
+        tested_by="transformers, vLLM",
+    ),
+    ExportTarget(
+        "mlx",
+        "directory for mlx-lm on Apple hardware",
+        ("bf16", "fp16", "fp32", "int8", "int4"),
+        "twostroke.interop.mlx:write_mlx",
+        tested_by="mlx-lm on a CPU",
+    ),
+    ExportTarget(
+        "onnx",
+        "graph with its KV cache as inputs and outputs, for onnxruntime and onnxruntime-genai",
+        ("fp32", "fp16", "int8", "int4"),
+        "twostroke.interop.onnx:write_onnx",
+        files=("model.onnx", "model.onnx.data", "genai_config.json"),
+        tested_by="onnxruntime, onnxruntime-genai",
+    ),
+    ExportTarget(
+        "openvino",
+        "OpenVINO's own files of the same graph",
+        ("fp32", "fp16", "int8", "int4"),
+        "twostroke.interop.openvino:write_openvino",
+        packages={"openvino": "openvino"},
+        files=("openvino_model.xml", "openvino_model.bin"),
+        tested_by="OpenVINO on a CPU",
+    ),
+    ExportTarget(
+        "executorch",
+        "program for phones",
+        refused="ExecuTorch lowers a program of torch.export with a cache of fixed size, which the decoder does not have.",
+    ),
+    ExportTarget(
+        "litert",
+        "program for phones",
+        refused="litert-torch lowers a program of torch.export with a cache of fixed size, which the decoder does not have.",
+    ),
+    ExportTarget(
+        "coreml",
+        "package for Apple hardware",
+        refused="coremltools predicts on macOS alone, so nothing written here could be checked. Use mlx on Apple hardware.",
+    ),
+)
+
+TARGETS: dict[str, ExportTarget] = {row.name: row for row in _ROWS}
+
+
+def target_of(name: str) -> ExportTarget:
+    """The row of ``name``. Raises ConfigError, listing the known ones."""
+    if name not in TARGETS:
+        raise ConfigError(f"to={name!r} is not a format to export to. Use {', '.join(TARGETS)}.")
+    return TARGETS[name]

@@ -1,0 +1,120 @@
+"""Writes model directories of mlx-lm: the layout of Hugging Face, with matrices in groups of codes where that is asked for.
+
+A matrix (n, k) becomes ``weight``, codes of ``bits`` bits packed into uint32 words with the first in the lowest bits (n,
+k·bits/32), and ``scales`` and ``biases`` (n, k/64): a number is scale·code + bias. ``config.json`` says ``quantization:
+{group_size, bits}``; mlx-lm takes each matrix that has scales as codes. Source: the documentation of ``mlx.core.quantize``.
+Nothing here needs the mlx package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twostroke.core.dtypes import TORCH_NAMES
+from twostroke.core.errors import ConfigError
+from twostroke.core.families import config_from_spec, layout
+from twostroke.core.spec import ModelSpec
+from twostroke.interop.export_targets import ExportSource
+from twostroke.model.save import generation_config, stored_tensors, write_json, write_shards, write_tokenizer
+
+GROUP = 64
+BITS = {"int8": 8, "int4": 4}
+_WORD = 32
+_KEPT = ("norm", "router", "position_embed", "shared_gate")
+"""Parts of names of what stays in plain numbers: it is small, and routers decide by small differences."""
+
+READ = frozenset((
+    "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "gpt_bigcode", "gemma", "gemma2", "gemma3_text", "phi3",
+    "smollm3", "granite", "cohere", "cohere2", "stablelm", "starcoder2", "gpt_neox", "glm4", "ernie4_5", "seed_oss", "mixtral",
+    "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "deepseek_v3", "kimi_k2",
+))  # fmt: skip
+"""Families whose logits mlx-lm 0.32 was seen to compute as we do."""
+_WINDOWED = frozenset(("cohere2", "gemma3_text", "olmo3"))
+"""Those whose windows it computes; in the others each token sees all before it."""
+
+
+def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
+    """Fill ``out`` with a model directory that mlx-lm opens. With codes everything else is bf16. Memory: one shard.
+
+    Raises ConfigError for a model that mlx-lm does not compute as we do, or whose matrices it cannot take as codes.
+    """
+    spec, bits = source.spec, BITS.get(precision)
+    _require_read(spec)
+    dtype = "bf16" if bits else precision
+    config = config_from_spec(spec, TORCH_NAMES[dtype])
+    if spec.family == "gpt2":
+        config["n_ctx"] = spec.max_positions  # which transformers no longer writes
+    if bits is not None:
+        config["quantization"] = {"group_size": GROUP, "bits": bits}
+    write_json(out / "config.json", config)
+    write_json(out / "generation_config.json", generation_config(spec))
+    write_shards(_tensors(source, dtype, bits), out, made_by="mlx")
+    if source.tokenizer is not None:
+        write_tokenizer(source.tokenizer, spec, out)
+    if spec.sliding_window is None or spec.family in _WINDOWED:
+        return ()
+    return (f"mlx-lm computes no sliding window in {spec.family}: beyond {spec.sliding_window} tokens it differs from us.",)
+
+
+def _require_read(spec: ModelSpec) -> None:
+    if spec.family not in READ:
+        raise ConfigError(
+            f"mlx-lm does not open model_type={spec.family!r} as we write it. It opens {', '.join(sorted(READ))}."
+        )
+    if spec.family == "qwen2_moe" and not all(spec.has_experts(layer) for layer in range(spec.n_layers)):
+        raise ConfigError("mlx-lm opens qwen2_moe only if every layer has experts, and this model has layers without them.")
+
+
+def _tensors(source: ExportSource, dtype: str, bits: int | None) -> Iterator[tuple[str, Tensor]]:
+    """What the files hold. mlx-lm puts a prefix of its own before GPT-2's bare names."""
+    in_codes = set(_matrices(source.spec)) if bits is not None else set()
+    prefix = "transformer." if source.spec.family == "gpt2" else ""
+    for name, tensor in stored_tensors(source.spec, source.state, dtype):
+        if bits is None or name not in in_codes:
+            yield name.removeprefix(prefix), tensor
+            continue
+        stem = name.removesuffix(".weight")
+        for part, values in zip(("weight", "scales", "biases"), in_groups(tensor, bits), strict=True):
+            yield f"{stem}.{part}", values
+
+
+def _matrices(spec: ModelSpec) -> Iterator[str]:
+    """Stored names of the matrices that become codes: of blocks, embedding and head, where groups divide the rows."""
+    for entry in layout(spec):
+        if entry.transposed:
+            raise ConfigError(
+                f"mlx-lm turns the matrices of {spec.family} around while it loads them, which codes do not allow. "
+                "Use --precision bf16 or fp16."
+            )
+        if len(entry.shape) == 2 and not any(part in entry.canonical for part in _KEPT) and entry.shape[1] % GROUP == 0:
+            yield from (part.name for part in entry.parts if part.name.endswith(".weight"))
+
+
+def in_groups(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(words (n, k·bits/32) uint32, scales (n, k/64), biases (n, k/64)) of ``weight`` (n, k), scales and biases in its dtype.
+
+    The number of a group that is farthest from zero is its bias, and so exact; codes are those of the rounded scale.
+    """
+    n, k = weight.shape
+    groups = weight.float().view(n, k // GROUP, GROUP)
+    least, most = groups.aminmax(dim=-1)
+    downwards = most.abs() > least.abs()
+    biases = torch.where(downwards, most, least).to(weight.dtype)
+    scales = torch.where(downwards, least - most, most - least) / (2**bits - 1)
+    scales = torch.where(scales == 0, 1.0, scales).to(weight.dtype)
+    codes = ((groups - biases.float()[..., None]) / scales.float()[..., None]).round_().clamp_(0, 2**bits - 1)
+    shifts = torch.arange(0, _WORD, bits)
+    words = (codes.to(torch.int64).view(n, -1, _WORD // bits) << shifts).sum(dim=-1)
+    return words.to(torch.uint32), scales, biases
+
+
+def of_groups(words: Tensor, scales: Tensor, biases: Tensor, bits: int) -> Tensor:
+    """The fp32 numbers (n, k) that ``in_groups`` stands for."""
+    shifts = torch.arange(0, _WORD, bits)
+    codes = (words.to(torch.int64)[..., None] >> shifts) & (2**bits - 1)
+    groups = codes.view(*scales.shape, GROUP).float()
+    return (groups * scales.float()[..., None] + biases.float()[..., None]).flatten(1)

@@ -1,0 +1,29 @@
+"""Writes OpenVINO's intermediate representation: the graph of ``interop.onnx``, converted by the openvino package.
+
+Inputs and outputs are those of the ONNX graph, the KV cache among them. Codes stay codes: OpenVINO reads ``MatMulNBits`` as
+compressed constants (its ONNX frontend, ``com.microsoft`` operations).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twostroke.interop.export_targets import ExportSource
+from twostroke.interop.onnx import DATA, GENAI, GRAPH, write_onnx
+
+MODEL = "openvino_model.xml"
+
+
+def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
+    """Fill ``out`` with the model, its weights and the tokenizer's files. fp16: weights are stored so, the graph stays fp32.
+
+    Needs the model in ``precision`` twice on the disk for a while. Raises ConfigError for a model that is not dense.
+    """
+    import openvino
+
+    notes = write_onnx(source, out, "fp32" if precision == "fp16" else precision)
+    model = openvino.Core().read_model(out / GRAPH)  # convert_model gives the same and reports each use to its makers
+    openvino.save_model(model, out / MODEL, compress_to_fp16=precision == "fp16")
+    for name in (GRAPH, DATA, GENAI):
+        (out / name).unlink()
+    return notes

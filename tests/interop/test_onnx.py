@@ -1,0 +1,252 @@
+"""ONNX graphs: what the file holds, and (in ``make soak``) that onnxruntime and onnxruntime-genai compute what we compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peers import ask, peer_python
+from safetensors.torch import load_file, save_file
+
+from real_model import greedy_reference, make_model
+from small_models import EVERY, saved
+from twostroke.core.errors import ConfigError
+from twostroke.interop.export_model import export_model
+from twostroke.interop.onnx import BLOCK, DATA, GRAPH, in_blocks, of_blocks
+from twostroke.model.load import load_model
+
+LOGITS = """
+import json, sys
+import numpy as np, onnx, onnxruntime
+from pathlib import Path
+ids = np.array(json.loads(sys.argv[2]))
+kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+def passed(session, ids, mask, past):
+    kept = [one for one in session.get_inputs() if one.name.startswith("past")]
+    empty = lambda one: np.zeros((len(ids), one.shape[1], 0, one.shape[3]), kinds[one.type])
+    feeds = {one.name: past[i] if past else empty(one) for i, one in enumerate(kept)}
+    logits, *present = session.run(None, feeds | {"input_ids": ids, "attention_mask": mask})
+    names = [one.name for one in session.get_outputs()][1:]
+    assert [name.replace("present", "past_key_values") for name in names] == [one.name for one in kept]
+    return logits, present
+found = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    onnx.checker.check_model(str(folder / "model.onnx"))
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    n = ids.shape[1]
+    ones = np.ones((1, n), np.int64)
+    first, past = passed(session, ids[:, :14], ones[:, :14], None)
+    parts = [first[0]]
+    for start in range(14, n):
+        logits, past = passed(session, ids[:, start : start + 1], ones[:, : start + 1], past)
+        parts.append(logits[0])
+    padded = np.concatenate([np.zeros((1, 3), np.int64), ids], axis=1)
+    short = np.concatenate([padded, np.concatenate([ids, ids[:, :3]], axis=1)])
+    mask = np.ones_like(short)
+    mask[0, :3] = 0
+    both, _ = passed(session, short, mask, None)
+    found[folder.name] = [np.concatenate(parts).tolist(), both[0, 3:].tolist()]
+print("FOUND", json.dumps(found))
+"""
+EXPORT = """
+import json, sys
+sys.path.append(sys.argv[2])  # after our own packages
+from twostroke.interop.export_model import export_model
+for source, out, precision in json.loads(sys.argv[1]):
+    export_model(source, out, to="openvino", precision=precision)
+"""
+OPENVINO = """
+import json, sys
+import numpy as np, openvino
+from pathlib import Path
+ids = np.array(json.loads(sys.argv[2]))
+exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+core, found = openvino.Core(), {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    model = core.compile_model(folder / "openvino_model.xml", "CPU", exact)
+    kept = [one for one in model.inputs if one.any_name.startswith("past")]
+    past = {one.any_name: np.zeros((1, one.partial_shape[1].get_length(), 0, one.partial_shape[3].get_length()), np.float32)
+            for one in kept}
+    parts, text, done = [], ids, 0
+    for n in (14, *[1] * (ids.shape[1] + 63 - 14)):
+        mask = np.ones((1, done + n), np.int64)
+        answer = model({"input_ids": text[:, done : done + n], "attention_mask": mask} | past)
+        parts.append(answer["logits"][0].copy())
+        past = {name: answer[name.replace("past_key_values", "present")].copy() for name in past}
+        done += n
+        if done == text.shape[1]:
+            text = np.append(text, [[parts[-1][-1].argmax()]], axis=1)
+    found[folder.name] = np.concatenate(parts)[: ids.shape[1]].tolist(), text[0, ids.shape[1] :].tolist()
+print("FOUND", json.dumps(found))
+"""
+GREEDY = """
+import json, sys
+import onnxruntime_genai as og
+model = og.Model(sys.argv[1])
+tokenizer = og.Tokenizer(model)
+messages = json.dumps([{"role": "user", "content": "import os"}])
+prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+params = og.GeneratorParams(model)
+params.set_search_options(do_sample=False, max_length=len(prompt) + 64)
+generator = og.Generator(model, params)
+generator.append_tokens(prompt)
+tokens = []
+while not generator.is_done():
+    generator.generate_next_token()
+    tokens.append(int(generator.get_next_tokens()[0]))
+print("FOUND", json.dumps([list(map(int, prompt)), tokens]))
+"""
+IDS = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(5))
+DENSE = sorted(name for name, spec in EVERY.items() if spec.moe is None and spec.mla is None)
+
+
+def messages(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """(field, content) of each field of a message; of a whole number its bytes as they are."""
+    place = 0
+
+    def whole() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = raw[place]
+            place += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while place < len(raw):
+        key, start = whole(), place
+        if key & 7 == 0:
+            whole()
+            yield key >> 3, raw[start:place]
+        else:
+            length = whole() if key & 7 == 2 else 4
+            yield key >> 3, raw[place : place + length]
+            place += length
+
+
+def of_field(raw: bytes, field: int) -> list[bytes]:
+    return [content for number, content in messages(raw) if number == field]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_hold_numbers_to_a_step(bits: int) -> None:
+    weight = torch.randn(5, 2 * BLOCK + 7, generator=torch.Generator().manual_seed(2))
+    weight[1, :BLOCK] = 0.0
+    codes, scales = in_blocks(weight, bits)
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.uint8, (5, 3, BLOCK * bits // 8), (5, 3))
+    back = of_blocks(codes, scales, bits, weight.shape[1])
+    steps = scales.abs().repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+    assert ((back - weight).abs() <= 1.0001 * steps).all()  # the side opposite to the farthest number is a step short
+    assert torch.equal(back[1, :BLOCK], weight[1, :BLOCK])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_graph_names_each_value_once_and_uses_only_what_is_before(name: str, tmp_path: Path) -> None:
+    """ONNX wants nodes in order. Weights lie inside the file beside the graph, none on another."""
+    _, source = saved(name, tmp_path / "source")
+    export_model(source, tmp_path / "out", to="onnx", precision="fp32")
+    (graph,) = of_field((tmp_path / "out" / GRAPH).read_bytes(), 7)
+    known = {of_field(value, 1)[0] for value in of_field(graph, 11)} | {of_field(value, 8)[0] for value in of_field(graph, 5)}
+    for node in of_field(graph, 1):
+        assert set(of_field(node, 1)) <= known
+        made = set(of_field(node, 2))
+        assert not made & known
+        known |= made
+    assert {of_field(value, 1)[0] for value in of_field(graph, 12)} <= known
+    end, size = 0, (tmp_path / "out" / DATA).stat().st_size
+    for tensor in of_field(graph, 5):
+        place = {of_field(entry, 1)[0]: of_field(entry, 2)[0] for entry in of_field(tensor, 13)}
+        if place:
+            assert int(place[b"offset"]) >= end
+            end = int(place[b"offset"]) + int(place[b"length"])
+    assert end == size
+
+
+def test_models_that_are_not_dense_are_refused(tmp_path: Path) -> None:
+    for name, words in (("mixtral", "experts"), ("deepseek_v3", "experts")):
+        _, source = saved(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=f"ONNX graphs are written of dense models, and this {name} model has {words}"):
+            export_model(source, tmp_path / "out", to="onnx")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@torch.no_grad()
+def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
+    """A prompt and then token by token from the cache, and the same beside another request with padding in front. Codes are
+    compared with the numbers that they stand for; onnxruntime rounds what it multiplies with them to int8."""
+    wanted = all_precisions(tmp_path, lambda source, out, kind: export_model(source, out, to="onnx", precision=kind))
+    found = ask("onnx", LOGITS, tmp_path / "out", json.dumps(IDS.tolist()))
+    for name, logits in wanted.items():
+        for got in found[name]:
+            assert error(got, logits) < {"fp16": 1e-2, "int8": 0.1, "int4": 0.1}.get(name, 1e-5), name
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@torch.no_grad()
+def test_openvino_computes_what_we_compute(tmp_path: Path) -> None:
+    """The same of OpenVINO's own files. It multiplies codes in fp32 if told to, so their layout is held to five digits."""
+    (site,) = peer_python("openvino").parents[1].glob("lib/python*/site-packages")
+    exports: list[tuple[str, str, str]] = []
+    wanted = all_precisions(tmp_path, lambda *words: exports.append((str(words[0]), str(words[1]), words[2])))
+    command = EXPORT, json.dumps(exports), str(site)
+    subprocess.run([sys.executable, "-c", *command], check=True, capture_output=True, timeout=900)
+    found = ask("openvino", OPENVINO, tmp_path / "out", json.dumps(IDS.tolist()))
+    for name, logits in wanted.items():
+        got, tokens = found[name]
+        assert error(got, logits) < {"fp16": 1e-2}.get(name, 1e-5), name
+        if name in DENSE:
+            assert tokens == greedy_reference(tmp_path / "sources" / name, IDS[0].tolist(), 64)[0], name
+
+
+def error(got: list[list[float]], wanted: torch.Tensor) -> float:
+    """Root mean square of the difference, as a share of that of the logits."""
+    return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+
+
+def all_precisions(folder: Path, export: Callable[[Path, Path, str], object]) -> dict[str, torch.Tensor]:
+    """Exports of every dense model in fp32, and of one in each other precision; the logits that they must give."""
+    wanted = {}
+    for name in DENSE:
+        decoder, source = saved(name, folder / "sources" / name)
+        export(source, folder / "out" / name, "fp32")
+        wanted[name] = decoder(IDS)[0]
+    for precision in ("fp16", "int8", "int4"):
+        _, source = saved("llama", folder / "sources" / precision)
+        export(source, folder / "out" / precision, precision)
+        reference = Path(shutil.copytree(source, folder / "references" / precision))
+        if precision != "fp16":
+            held = load_file(source / "model.safetensors")
+            for key, weight in held.items():
+                bits = 4 if precision == "int4" and not key.startswith("lm_head") else 8
+                if weight.ndim == 2 and "embed" not in key:
+                    held[key] = of_blocks(*in_blocks(weight, bits), bits, weight.shape[1]).contiguous()
+            held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"].half().float()
+            save_file(held, reference / "model.safetensors", metadata={"format": "pt"})
+        wanted[precision] = load_model(reference)(IDS)[0]
+    return wanted
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_onnxruntime_genai_answers_as_we_do(tmp_path: Path) -> None:
+    """64 greedy tokens of a chat, with our tokenizer and template."""
+    source = make_model(tmp_path / "source", "6M")
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
+    export_model(source, tmp_path / "out", to="onnx", precision="fp32")
+    prompt, tokens = ask("onnx", GREEDY, tmp_path / "out")
+    ours, _ = greedy_reference(source, prompt, 64)
+    assert tokens == ours[: len(tokens)]
+    assert len(tokens) == 64 or ours[len(tokens) - 1] == 0
