@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, UnsupportedFamilyError
 from twostroke.core.families import spec_from_config
@@ -18,6 +19,7 @@ from twostroke.core.families.reader import Reader
 from twostroke.core.families.weights import WeightNames
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.interop.gguf_metadata import Metadata
+from twostroke.interop.gguf_write import Value
 from twostroke.model.rope import inverse_frequencies
 
 GGUF_WEIGHTS = WeightNames(
@@ -60,7 +62,7 @@ class GgufFamily:
     ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window. ``eps`` is the config's key
     of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's
     own default). ``present``: config flags that are true where the first layer has a tensor. ``renamed``: the family's spelling
-    of usual keys. ``computed`` makes the remaining keys.
+    of usual keys. ``computed`` makes the remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
@@ -76,10 +78,15 @@ class GgufFamily:
     present: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Metadata, dict[str, Any]], dict[str, Any]] | None = None
+    fields: Callable[[ModelSpec], dict[str, Value]] | None = None
     window_period: int | None = None
     window: int = 0
     windowed_theta: float | None = None
     paired: bool = False
+
+    def heads(self, spec: ModelSpec) -> dict[str, int]:
+        """Names of tensors whose rows are stored in pairs, and how many heads each has."""
+        return {self.weights.block["q"]: spec.n_heads, self.weights.block["k"]: spec.n_kv_heads} if self.paired else {}
 
 
 def _gemma_scalar(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -143,6 +150,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         GgufFamily("smollm3", "smollm3", paired=True, present=_LLAMA_BIASES),
         GgufFamily(
             "granite", "granite", paired=True, present=_LLAMA_BIASES, computed=_granite_scale,
+            fields=lambda spec: {"attention.scale": spec.attention_scale},
             numbers={
                 "logits_scaling": ("logit_scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
                 "residual_multiplier": ("residual_scale", 1.0),
@@ -175,6 +183,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         GgufFamily(
             "gptneox", "gpt_neox", eps="layer_norm_eps", weights=_with_names(qkv="attn_qkv"), computed=_neox_branches,
             present={"attention_bias": "attn_qkv.bias"},
+            fields=lambda spec: {"use_parallel_residual": spec.departures.parallel_block},
         ),
         GgufFamily(
             "falcon", "falcon", eps="layer_norm_eps",
@@ -399,11 +408,25 @@ def _divided(divisors: list[float], theta: float) -> dict[str, Any]:
     if factor == 1 == min(divisors):
         return {"rope_type": "default"}
     scaled = RopeSpec(theta, "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-    dim = 2 * len(divisors)
-    expected = inverse_frequencies(replace(scaled, scaling="none"), dim) / inverse_frequencies(scaled, dim)
-    if not torch.allclose(torch.tensor(divisors), expected, rtol=1e-4):
+    if not torch.allclose(torch.tensor(divisors), rope_divisors(scaled, 2 * len(divisors)), rtol=1e-4):
         raise ConfigError(f"{ROPE_DIVISORS} holds a scaling that is not Llama 3's; it is not read from GGUF.")
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
+
+
+def rope_divisors(rope: RopeSpec, dim: int) -> Tensor:
+    """(dim / 2,): what Llama 3's scaling divides each frequency by, the tensor ``ROPE_DIVISORS`` of a file."""
+    return inverse_frequencies(replace(rope, scaling="none"), dim) / inverse_frequencies(rope, dim)
+
+
+def family_row(spec: ModelSpec) -> GgufFamily:
+    """The row by which a model of ``spec`` is written. Raises UnsupportedFamilyError where there is none."""
+    for row in GGUF_FAMILIES.values():
+        if spec.family in (row.family, row.windowed_family):
+            return row
+    known = dict.fromkeys(name for row in GGUF_FAMILIES.values() for name in (row.family, row.windowed_family) if name)
+    raise UnsupportedFamilyError(
+        f"a model of family={spec.family!r} is not written as GGUF: no architecture of it is read here. Written are {', '.join(known)}."
+    )

@@ -64,7 +64,7 @@ def _what_was_quantised(file: GgufFile) -> str:
 def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """A reader for each canonical tensor. Raises CorruptFileError for tensors that are missing, misshapen or unknown."""
     used = {ROPE_DIVISORS, *ROPE_FACTORS} if spec.positions == "rope" else set()
-    heads = {f"{row.weights.block[part]}": n for part, n in (("q", spec.n_heads), ("k", spec.n_kv_heads))} if row.paired else {}
+    heads = row.heads(spec)
 
     def read(entry: Entry, name: str) -> Tensor:
         tensor = file.read(name, dtype)
