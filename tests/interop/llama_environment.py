@@ -33,7 +33,9 @@ def ask_llama(file: Path, **wanted: Any) -> dict[str, Any]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_", "GOMP_"))}
     request = json.dumps({"file": str(file), **{key: str(v) if isinstance(v, Path) else v for key, v in wanted.items()}})
     peer = Path(__file__).with_name("llama_peer.py")
-    done = subprocess.run([llama_python(), peer], input=request, env=clean, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [llama_python(), peer], input=request, env=clean, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     answer: dict[str, Any] = json.loads(line.removeprefix("FOUND "))

@@ -37,7 +37,9 @@ def evaluate(model, ids, n_greedy):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, start + i, 1, 0, True
         assert lc.llama_decode(context, batch) == 0
         rows = [lc.llama_get_logits_ith(context, i) for i in range(len(tokens))]
-        return np.stack([np.ctypeslib.as_array(ctypes.cast(r, ctypes.POINTER(ctypes.c_float)), (n_vocab,)).copy() for r in rows])
+        return np.stack(
+            [np.ctypeslib.as_array(ctypes.cast(r, ctypes.POINTER(ctypes.c_float)), (n_vocab,)).copy() for r in rows]
+        )
 
     logits = step(ids, 0)
     greedy, last = [], logits[-1]
@@ -65,8 +67,14 @@ def quantise(source, to, number, imatrix, pure=False):
         for i, (name, numbers) in enumerate(imatrix.items()):
             values = np.asarray(numbers, np.float32)
             kept.append(values)
-            rows[i].name, rows[i].data, rows[i].size = name.encode(), values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), len(values)
-        options.imatrix = ctypes.cast(rows, type(options.imatrix)) if not isinstance(options.imatrix, int) else ctypes.addressof(rows)
+            rows[i].name, rows[i].data, rows[i].size = (
+                name.encode(),
+                values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+                len(values),
+            )
+        options.imatrix = (
+            ctypes.cast(rows, type(options.imatrix)) if not isinstance(options.imatrix, int) else ctypes.addressof(rows)
+        )
     assert lc.llama_model_quantize(source.encode(), to.encode(), ctypes.byref(options)) == 0
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gguf_files import reference_model
 from interop.test_gguf_families import CASES, SIZES
+from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.gguf_export import write_gguf
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.model.load import load_state
@@ -24,7 +25,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_architecture_comes_back(directory: Path) -> None:
     spec, state = load_state(directory)
     file = directory.parent / "m.gguf"
-    write_gguf(spec, state, file, "F32")
+    write_gguf(ExportSource(directory, spec, state, None), file, "F32")
     source = read_gguf(file)
     assert set(source.state) == set(state)
     for name, tensor in state.items():

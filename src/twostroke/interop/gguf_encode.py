@@ -236,7 +236,9 @@ def encode(kind: TensorType, values: Tensor, importance: Tensor | None = None) -
     if kind.dtype is not None:
         rounded = values.to(kind.dtype)
         if not torch.isfinite(rounded).all():
-            raise InputError(f"a weight of {float(values.abs().max()):.3g} is beyond the largest number that {kind.name} holds.")
+            raise InputError(
+                f"a weight of {float(values.abs().max()):.3g} is beyond the largest number that {kind.name} holds."
+            )
         return rounded.contiguous().view(torch.uint8).view(-1).numpy()
     if kind.name not in ENCODERS:
         raise ConfigError(f"{kind.name} is read and not written. Written are {', '.join(written_types())}.")
