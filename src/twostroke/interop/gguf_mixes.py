@@ -28,23 +28,27 @@ def _more_bits(place: Place) -> bool:
     return place.layer < eighth or place.layer >= 7 * place.n_layers // 8 or (place.layer - eighth) % 3 == 2
 
 
-def _mixed(usual: str, more: str, medium: bool) -> Choice:
-    """llama.cpp's mixes of K types (``llama_tensor_get_type``): the head in Q6_K; of the medium ones, half of the values and of
-    the MLP's outputs in Q6_K and packed projections in the next larger type ``more``."""
+def _one(usual: str, head: str | None = None) -> Choice:
+    """One type, but for the ``head``; Falcon's, whose rows are no whole K blocks, in Q8_0."""
+    return lambda place: usual if head is None or not place.is_head else "Q8_0" if place.architecture == "falcon" else head
+
+
+def _mixed(usual: str, medium: bool) -> Choice:
+    """llama.cpp's mixes of K types (``llama_tensor_get_type``): the head in Q6_K, and of the medium ones half of the values, or
+    packed projections, and of the MLP's outputs."""
+    head = _one(usual, "Q6_K")
 
     def choose(place: Place) -> str:
         falcon = place.architecture == "falcon"
         if place.is_head:
-            return "Q8_0" if falcon else "Q6_K"
+            return head(place)
         if place.n_experts == 8 and place.name in ("attn_v", "attn_k"):
             return "Q8_0"
         if place.n_experts == 8 and place.name == "attn_output" and usual == "Q4_K":
             return "Q5_K"
         if place.layer is None:
             return usual
-        if place.name == "attn_qkv":
-            return more if medium else usual
-        if place.name == "attn_v":
+        if place.name in ("attn_v", "attn_qkv"):
             if medium:
                 return "Q6_K" if _more_bits(place) else usual
             return "Q5_K" if usual == "Q4_K" and place.layer < 4 else usual
@@ -58,10 +62,6 @@ def _mixed(usual: str, more: str, medium: bool) -> Choice:
         return usual
 
     return choose
-
-
-def _one(usual: str, head: str | None = None) -> Choice:
-    return lambda place: head if head and place.is_head else usual
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ PRECISIONS: dict[str, Precision] = {
         Precision("Q8_0", 7, _one("Q8_0")),
         Precision("Q4_0", 2, _one("Q4_0", "Q6_K")),
         Precision("Q5_0", 8, _one("Q5_0", "Q6_K")),
-        Precision("Q4_K_S", 14, _mixed("Q4_K", "Q5_K", False)),
-        Precision("Q4_K_M", 15, _mixed("Q4_K", "Q5_K", True)),
-        Precision("Q5_K_S", 16, _mixed("Q5_K", "Q6_K", False)),
-        Precision("Q5_K_M", 17, _mixed("Q5_K", "Q6_K", True)),
-        Precision("Q6_K", 18, _one("Q6_K")),
+        Precision("Q4_K_S", 14, _mixed("Q4_K", False)),
+        Precision("Q4_K_M", 15, _mixed("Q4_K", True)),
+        Precision("Q5_K_S", 16, _mixed("Q5_K", False)),
+        Precision("Q5_K_M", 17, _mixed("Q5_K", True)),
+        Precision("Q6_K", 18, _one("Q6_K", "Q6_K")),
     )
 }
 """What ``--precision`` may be, the default first."""
