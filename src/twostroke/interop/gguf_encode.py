@@ -1,7 +1,7 @@
 """Numbers to GGUF's types: the inverse of ``gguf_types``, in pieces and on as many threads as torch has.
 
 Types of one scale a block round as llama.cpp's reference does (``quantize_row_*_ref`` in ggml's ``ggml-quants.c``), to the same
-bytes. Of K types the scales and minima are searched for: whole codes are set by trial scales, the scale and the minimum of
+bytes. Of K types, and with a text of all types of four and five bits without a minimum, the scales and minima are searched for: whole codes are set by trial scales, the scale and the minimum of
 least weighted squared error follow from the codes, and the best trial stays. An error weighs as much as llama.cpp lets it
 weigh: by the mean square of a column's inputs, where that was measured, and by the size of the number itself.
 """
@@ -62,9 +62,12 @@ def _q8_0(x: Tensor, importance: Tensor | None) -> Tensor:
     return torch.cat((_fp16(scales), codes.to(torch.int8).view(torch.uint8)), dim=1)
 
 
-def _signed(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Codes 0 to 2·half − 1 around ``half``, and scales: the largest number becomes −half."""
+def _signed(x: Tensor, importance: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
+    """Codes 0 to 2·half − 1 around ``half``, and scales: the largest number becomes −half, or of least weighted error."""
     scales = _largest(x) / -half
+    if importance is not None:
+        scales = _symmetric(_columns(x, 32), _weights(x, importance, 32, 32), half)[:, None]
+        return (x * _inverse(scales)).round_().clamp_(-half, half - 1).add_(half).to(torch.uint8), _fp16(scales)
     codes = (x * _inverse(scales) + (half + 0.5)).trunc_().clamp_(0, 2 * half - 1)
     return codes.to(torch.uint8), _fp16(scales)
 
@@ -87,7 +90,7 @@ def _five_bits(codes: Tensor) -> Tensor:
 
 
 def _q4_0(x: Tensor, importance: Tensor | None) -> Tensor:
-    codes, head = _signed(x, 8)
+    codes, head = _signed(x, importance, 8)
     return torch.cat((head, _four_bits(codes)), dim=1)
 
 
@@ -97,7 +100,7 @@ def _q4_1(x: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def _q5_0(x: Tensor, importance: Tensor | None) -> Tensor:
-    codes, head = _signed(x, 16)
+    codes, head = _signed(x, importance, 16)
     return torch.cat((head, _five_bits(codes)), dim=1)
 
 
@@ -159,16 +162,41 @@ def _weights(x: Tensor, importance: Tensor | None, group: int, mean_of: int) -> 
     return _columns((x.view(-1, mean_of).square() + spread).sqrt_().view(x.shape).mul_(importance), group)
 
 
+_UNIT_TRIALS = (63, 62, 61, 60, 59, 58, 57)
+
+
+def _wholes(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of ``values``, none below 0, an fp16 unit as (n, 2) bytes, codes of six bits, and unit·code: of the units that
+    give the largest value one of ``_UNIT_TRIALS``, each moved to its codes' least squares, that with the least Σ w·error²."""
+    largest = values.amax(dim=1, keepdim=True)
+    best, unit = torch.full_like(largest, -1), largest / 63
+    for trial in _UNIT_TRIALS:
+        codes = (values * (trial * _inverse(largest))).round_().clamp_(0, 63)
+        weighed = weights * codes
+        mixed, second = (weighed * values).sum(dim=1, keepdim=True), (weighed * codes).sum(dim=1, keepdim=True)
+        fall = mixed * mixed / second
+        better = fall > best
+        best, unit = torch.where(better, fall, best), torch.where(better, mixed / second, unit)
+    head = _fp16(unit)
+    unit = head.view(torch.float16).float()
+    codes = (values * _inverse(unit)).round_().clamp_(0, 63)
+    return head, codes.to(torch.uint8), codes * unit
+
+
 def _of_minima(x: Tensor, importance: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
-    """Codes (blocks, 8, 32) and the 16 bytes before them, of Q4_K and Q5_K."""
-    found = _affine(_columns(x, 32), _weights(x, importance, 32, 256), most)
-    scales, minima = (values.view(-1, 8).clamp_(min=0) for values in found)
-    heads, units, wholes = [], [], []
-    for values in (scales, minima):
-        heads.append(_fp16(values.amax(dim=1, keepdim=True) / 63))
-        units.append(heads[-1].view(torch.float16).float())
-        wholes.append((values * _inverse(units[-1])).round_().clamp_(0, 63).to(torch.uint8))
-    scale, minimum = (whole.float() * unit for whole, unit in zip(wholes, units, strict=True))
+    """Codes (blocks, 8, 32) and the 16 bytes before them, of Q4_K and Q5_K. Minima are fitted again to what became of scales."""
+    columns, weights = _columns(x, 32), _weights(x, importance, 32, 256)
+    scales, minima = _affine(columns, weights, most)
+    total = weights.sum(dim=0)
+    spread = (columns + minima).square_().mul_(weights).sum(dim=0) * _inverse(scales).square_()  # Σ w·code²
+    head, whole, scale = _wholes(scales.view(-1, 8).clamp(min=0), spread.view(-1, 8))
+    fitted = scale.view(-1)
+    codes = ((columns + minima) * _inverse(fitted)).round_().clamp_(0, most)
+    minima = (weights * (codes * fitted - columns)).sum(dim=0) / total.clamp(min=1e-30)
+    heads, wholes = [head], [whole]
+    head, whole, minimum = _wholes(minima.view(-1, 8).clamp_(min=0), total.view(-1, 8))
+    heads.append(head)
+    wholes.append(whole)
     codes = ((x.view(-1, 8, 32) + minimum[..., None]) * _inverse(scale)[..., None]).round_().clamp_(0, most)
     (low_s, high_s), (low_m, high_m) = ((whole[:, :4], whole[:, 4:]) for whole in wholes)
     packed = (low_s | (high_s >> 4) << 6, low_m | (high_m >> 4) << 6, (high_s & 15) | (high_m & 15) << 4)

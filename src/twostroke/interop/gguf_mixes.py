@@ -91,7 +91,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 """What ``--precision`` may be, the default first."""
 
-WEIGHED = tuple(name for name in PRECISIONS if "_K" in name)
+WEIGHED = tuple(name for name in PRECISIONS if "_K" in name or name in ("Q4_0", "Q5_0"))
 """Those whose scales are searched for: a text can say which errors matter."""
 
 INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
