@@ -17,6 +17,7 @@ from twostroke.interop.gguf_encode import encode
 from twostroke.interop.gguf_families import GgufFamily, family_row
 from twostroke.interop.gguf_fields import metadata_of, require_same, rope_tensors, token_ids
 from twostroke.interop.gguf_mixes import INSTEAD, PLAIN, PRECISIONS, Place, Precision
+from twostroke.interop.gguf_model import one_row
 from twostroke.interop.gguf_types import TYPES, TensorType
 from twostroke.interop.gguf_vocabulary import no_vocabulary, vocabulary
 from twostroke.interop.gguf_write import Stored, Value, write_header, write_tensor
@@ -71,7 +72,7 @@ class _Plan:
         self.entries = list(tensors(spec, row.weights))
         self.heads = row.heads(spec)
         self.larger: list[str] = []
-        parts = ((part.name, entry.stored_shape(part)) for entry in self.entries for part in entry.parts)
+        parts = ((part.name, one_row(entry.stored_shape(part))) for entry in self.entries for part in entry.parts)
         self.rows = [Stored(name, self._kind(name, shape), shape) for name, shape in parts]
 
     def _kind(self, name: str, shape: tuple[int, ...]) -> TensorType:

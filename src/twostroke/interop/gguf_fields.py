@@ -40,6 +40,8 @@ def metadata_of(row: GgufFamily, spec: ModelSpec) -> dict[str, Value]:
         value = config.get(row.renamed.get(key, key))
         if value is not None:
             found[name] = float(value)
+    if spec.moe is not None:
+        found |= {name: config[key] for key, name in row.counts.items()}
     found |= _windows(row, spec)
     if spec.positions == "rope":
         found |= _rope(row, spec)
