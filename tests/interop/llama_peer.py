@@ -1,8 +1,8 @@
-"""Run by llama.cpp's own interpreter: reads a JSON request and answers with one line, FOUND and JSON.
+"""Run by llama.cpp's own interpreter: takes a JSON request and answers with one line, FOUND and JSON.
 
 ``ids``: tokens whose logits are saved beside the file; ``n_greedy``: tokens to generate after them. ``texts``: to be encoded,
 special tokens not parsed, begin of text added where the file asks for it. ``quantise``: {"to": file, "type": number of the
-mix, "imatrix": {tensor name: [numbers]}}.
+mix}.
 """
 
 import ctypes
@@ -58,34 +58,20 @@ def encode(model, text):
     return list(room[:n])
 
 
-def quantise(source, to, number, imatrix, pure=False):
+def quantise(source, to, number):
     options = lc.llama_model_quantize_default_params()
-    options.nthread, options.ftype, options.pure = 2, number, pure
-    kept = []
-    if imatrix:
-        rows = (lc.llama_model_imatrix_data * (len(imatrix) + 1))()
-        for i, (name, numbers) in enumerate(imatrix.items()):
-            values = np.asarray(numbers, np.float32)
-            kept.append(values)
-            rows[i].name, rows[i].data, rows[i].size = (
-                name.encode(),
-                values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-                len(values),
-            )
-        options.imatrix = (
-            ctypes.cast(rows, type(options.imatrix)) if not isinstance(options.imatrix, int) else ctypes.addressof(rows)
-        )
+    options.nthread, options.ftype = 2, number
     assert lc.llama_model_quantize(source.encode(), to.encode(), ctypes.byref(options)) == 0
 
 
 def main():
     lc.llama_log_set(quiet, ctypes.c_void_p(0))
     lc.llama_backend_init()
-    asked = json.load(sys.stdin)
+    asked = json.loads(sys.argv[1])
     found = {}
     if "quantise" in asked:
         q = asked["quantise"]
-        quantise(asked["file"], q["to"], q["type"], q.get("imatrix"))
+        quantise(asked["file"], q["to"], q["type"])
     if "ids" in asked or "texts" in asked:
         options = lc.llama_model_default_params()
         options.use_extra_bufts = False
