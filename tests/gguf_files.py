@@ -142,7 +142,8 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
         if stored.endswith("sinks"):
             writer.add_tensor(f"blk.{stored.split('.')[2]}.attn_sinks.weight", parameter.numpy())
             continue
-        name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        named = stored.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")  # as it is published
+        name = names.get_name(named, try_suffixes=(".weight", ".bias"))
         if parameter.data_ptr() in written or name is None:  # a tied head; a buffer of angles
             continue
         written.add(parameter.data_ptr())

@@ -164,7 +164,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
     "mixtral": ("llama", "mixtral", "Q4_K", {"num_local_experts": 8, "num_experts_per_tok": 2}, experts),
     "qwen2moe": ("qwen2moe", "qwen2_moe", "Q5_K", QWEN_EXPERTS | {"shared_expert_intermediate_size": 512}, experts),
     "qwen3moe": ("qwen3moe", "qwen3_moe", "Q6_K", QWEN_EXPERTS | {"norm_topk_prob": True}, experts),
-    "olmoe": ("olmoe", "olmoe", "Q8_0", {"num_experts": 4, "num_experts_per_tok": 2}, experts),
+    "olmoe": ("olmoe", "olmoe", "Q8_0", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}, experts),
     "granitemoe": ("granitemoe", "granitemoe", "Q4_0", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
         "residual_multiplier": 0.22, "logits_scaling": 4.0}, experts),

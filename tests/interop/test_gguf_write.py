@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ from twostroke.model.load import load_model, load_state, save_model
 from twostroke.quantization.importance import mean_squares
 
 
-@pytest.mark.parametrize("case", CASES)
+def as_stored(spec: ModelSpec) -> ModelSpec:
+    """``spec`` without what GGUF leaves out, numbers of its rotary scaling as near as fp32."""
+    short, long = (tuple(round(f, 4) for f in factors) for factors in (spec.rope.short_factors, spec.rope.long_factors))
+    rope = replace(spec.rope, magnitude=round(spec.rope.magnitude, 4), short_factors=short, long_factors=long)
+    return spec.with_(dropout=0.0, eos_token_ids=(), rope=rope)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "exaone4"])  # 4 layers with windows are refused below
 def test_every_architecture_comes_back(case: str, tmp_path: Path) -> None:
     _, model_type, _, changes, _ = CASES[case]
     reference_model(model_type, **(SIZES | changes)).save_pretrained(tmp_path / "m")
     export_model(tmp_path / "m", tmp_path / "m.gguf", precision="F32", to="gguf")
     spec, state = load_state(tmp_path / "m")
     source = read_gguf(tmp_path / "m.gguf")
-    assert source.spec.with_(dropout=0.0, eos_token_ids=()) == spec.with_(dropout=0.0, eos_token_ids=())
+    assert as_stored(source.spec) == as_stored(spec)
     assert source.spec.eos_token_ids == spec.eos_token_ids[:3]
     assert set(source.state) == set(state)
     for name, tensor in state.items():
@@ -175,7 +183,7 @@ def byte_level(**parts: Any) -> Tokenizer:
         (byte_level(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
         (byte_level(pre_tokenizer=pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(r"\w+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])), r"cutting a text into words by '\\\\w+'"),
+        ])), "cutting a text into words by '\\\\w+'"),
         (byte_level(pre_tokenizer=pre_tokenizers.Whitespace()), "BPE that is neither byte-level nor falls back to bytes"),
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "is WordLevel, and only BPE is written"),
     ],
@@ -201,6 +209,8 @@ LLAMA3 = RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 4096)
         ({"rope": LLAMA3}, "a scaling that is not Llama 3's"),
         ({"rope": RopeSpec(1e4, "dynamic", 2.0)}, "rope.scaling='dynamic'"),
         ({"family": "qwen2", "qkv_bias": True, "sliding_window": 9, "sliding_window_layers": (1,)}, "sliding_window=9 of layer 1"),
+        ({"family": "exaone4", "qk_norm": True, "sliding_window": 9, "sliding_window_layers": (0,),
+          "departures": Departures(norms_after=True, unrotated_layers=(1,))}, "llama.cpp has windows for 64 layers"),
         ({"family": "smollm3", "departures": Departures(unrotated_layers=(0,))}, "departures.unrotated_layers=(0,)"),
     ],
 )
@@ -258,6 +268,6 @@ def test_the_command_writes_a_file_guided_by_a_text(tmp_path: Path) -> None:
     assert abs(sizes["plain"] - sizes["guided"]) <= 64  # their names
     assert (tmp_path / "plain.gguf").read_bytes()[-50_000:] != (tmp_path / "guided.gguf").read_bytes()[-50_000:]
     refused = run(tmp_path / "x.gguf", "--precision", "F16", "--calibration", tmp_path / "text.txt")
-    assert refused.exit_code == 2
-    assert "--calibration guides the search for scales" in refused.output
-    assert run(tmp_path / "x.bin").exit_code == 2
+    assert isinstance(refused.exception, ConfigError)
+    assert "--calibration guides the search for scales" in str(refused.exception)
+    assert isinstance(run(tmp_path / "x.bin").exception, InputError)

@@ -114,3 +114,5 @@ class _Plan:
             )
         if self.row.architecture in WINDOWLESS and self.spec.sliding_window:
             yield "llama.cpp computes this architecture without the model's window: texts beyond it differ."
+        if self.spec.rope.scaling == "yarn" and not self.spec.rope.truncate:
+            yield "llama.cpp rounds the bounds of YaRN's blend to whole dimensions, and this model does not: logits differ a little."

@@ -120,7 +120,7 @@ def _gemma_scalar(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_scale(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    scale = metadata.number("granite.attention.scale", 0.0)
+    scale = metadata.number(f"{metadata.text('general.architecture')}.attention.scale", 0.0)
     return {"attention_multiplier": scale or max(1, config["head_dim"]) ** -0.5}
 
 

@@ -58,6 +58,11 @@ def token_ids(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _windows(row: GgufFamily, spec: ModelSpec) -> dict[str, Value]:
+    if row.architecture == "exaone4" and spec.sliding_window and spec.n_layers != 64:
+        raise ConfigError(
+            f"an exaone4 model of {spec.n_layers} layers with windows is not written as GGUF: llama.cpp has windows for 64 layers "
+            "alone, and would turn every layer's positions in others."
+        )
     if row.window_period is None or (spec.sliding_window is None and row.architecture == "llama"):
         return {}
     found: dict[str, Value] = {"attention.sliding_window": spec.sliding_window or 0}

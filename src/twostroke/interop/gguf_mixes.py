@@ -28,26 +28,34 @@ def _more_bits(place: Place) -> bool:
     return place.layer < eighth or place.layer >= 7 * place.n_layers // 8 or (place.layer - eighth) % 3 == 2
 
 
-def _one(usual: str, head: str | None = None) -> Choice:
-    """One type, but for the ``head``; Falcon's, whose rows are no whole K blocks, in Q8_0."""
-    return lambda place: usual if head is None or not place.is_head else "Q8_0" if place.architecture == "falcon" else head
+def _one(usual: str) -> Choice:
+    """One type everywhere."""
+    return lambda place: usual
+
+
+def _quantised(usual: str, inside: Choice | None = None) -> Choice:
+    """The head in Q6_K, Falcon's, whose rows are no whole K blocks, in Q8_0; of eight experts' models, where they are small beside
+    the rest, keys and values in Q8_0; all else ``usual``, or as ``inside`` says of a layer's matrices."""
+
+    def choose(place: Place) -> str:
+        if place.is_head:
+            return "Q8_0" if place.architecture == "falcon" else "Q6_K"
+        if place.n_experts == 8 and place.name in ("attn_v", "attn_k"):
+            return "Q8_0"
+        return usual if inside is None or place.layer is None else inside(place)
+
+    return choose
 
 
 def _mixed(usual: str, medium: bool) -> Choice:
-    """llama.cpp's mixes of K types (``llama_tensor_get_type``): the head in Q6_K, and of the medium ones half of the values, or
-    packed projections, and of the MLP's outputs."""
-    head = _one(usual, "Q6_K")
+    """llama.cpp's mixes of K types (``llama_tensor_get_type``): of the medium ones half of the values, or of packed projections,
+    and of the MLP's outputs in Q6_K."""
 
-    def choose(place: Place) -> str:
+    def inside(place: Place) -> str:
+        assert place.layer is not None
         falcon = place.architecture == "falcon"
-        if place.is_head:
-            return head(place)
-        if place.n_experts == 8 and place.name in ("attn_v", "attn_k"):
-            return "Q8_0"
         if place.n_experts == 8 and place.name == "attn_output" and usual == "Q4_K":
             return "Q5_K"
-        if place.layer is None:
-            return usual
         if place.name in ("attn_v", "attn_qkv"):
             if medium:
                 return "Q6_K" if _more_bits(place) else usual
@@ -61,7 +69,7 @@ def _mixed(usual: str, medium: bool) -> Choice:
             return "Q5_K" if usual == "Q4_K" and place.layer < place.n_layers // 8 and not falcon else usual
         return usual
 
-    return choose
+    return _quantised(usual, inside)
 
 
 @dataclass(frozen=True)
@@ -80,13 +88,13 @@ PRECISIONS: dict[str, Precision] = {
         Precision("F32", 0, _one("F32")),
         Precision("BF16", 32, _one("BF16")),
         Precision("Q8_0", 7, _one("Q8_0")),
-        Precision("Q4_0", 2, _one("Q4_0", "Q6_K")),
-        Precision("Q5_0", 8, _one("Q5_0", "Q6_K")),
+        Precision("Q4_0", 2, _quantised("Q4_0")),
+        Precision("Q5_0", 8, _quantised("Q5_0")),
         Precision("Q4_K_S", 14, _mixed("Q4_K", False)),
         Precision("Q4_K_M", 15, _mixed("Q4_K", True)),
         Precision("Q5_K_S", 16, _mixed("Q5_K", False)),
         Precision("Q5_K_M", 17, _mixed("Q5_K", True)),
-        Precision("Q6_K", 18, _one("Q6_K", "Q6_K")),
+        Precision("Q6_K", 18, _quantised("Q6_K")),
     )
 }
 """What ``--precision`` may be, the default first."""
