@@ -150,7 +150,23 @@ def test_byte_level_tokenizers_come_back_by_the_rule_that_cuts_their_words(words
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_tokenizers_come_back(prefix: bool, tmp_path: Path) -> None:
-    words = ["▁", *"abcdehlorstuwy", "he", "ll", "▁w", "▁the", "the", "▁t", "hell", "hello", "▁hello", "or", "wor", "▁wor", "▁world"]
+    words = [
+        "▁",
+        *"abcdehlorstuwy",
+        "he",
+        "ll",
+        "▁w",
+        "▁the",
+        "the",
+        "▁t",
+        "hell",
+        "hello",
+        "▁hello",
+        "or",
+        "wor",
+        "▁wor",
+        "▁world",
+    ]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys((*words, "ld", "th"))]
     kinds = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259)
     scores = [0.0] * 259 + [-float(i // 2) for i in range(len(pieces) - 259)]  # each score twice
@@ -188,7 +204,9 @@ def byte_level(**parts: Any) -> Tokenizer:
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "is WordLevel, and only BPE is written"),
     ],
 )  # fmt: skip
-def test_a_tokenizer_without_a_name_in_gguf_is_refused_and_nothing_is_left(tokenizer: Tokenizer, said: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_name_in_gguf_is_refused_and_nothing_is_left(
+    tokenizer: Tokenizer, said: str, tmp_path: Path
+) -> None:
     small(tmp_path / "m", n_layers=1)
     put(tmp_path / "m", tokenizer)
     with pytest.raises(ConfigError) as caught:
@@ -208,9 +226,20 @@ LLAMA3 = RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 4096)
         ({"activation": "gelu_tanh"}, "activation='gelu_tanh' of a llama model cannot be written as GGUF's 'llama'"),
         ({"rope": LLAMA3}, "a scaling that is not Llama 3's"),
         ({"rope": RopeSpec(1e4, "dynamic", 2.0)}, "rope.scaling='dynamic'"),
-        ({"family": "qwen2", "qkv_bias": True, "sliding_window": 9, "sliding_window_layers": (1,)}, "sliding_window=9 of layer 1"),
-        ({"family": "exaone4", "qk_norm": True, "sliding_window": 9, "sliding_window_layers": (0,),
-          "departures": Departures(norms_after=True, unrotated_layers=(1,))}, "llama.cpp has windows for 64 layers"),
+        (
+            {"family": "qwen2", "qkv_bias": True, "sliding_window": 9, "sliding_window_layers": (1,)},
+            "sliding_window=9 of layer 1",
+        ),
+        (
+            {
+                "family": "exaone4",
+                "qk_norm": True,
+                "sliding_window": 9,
+                "sliding_window_layers": (0,),
+                "departures": Departures(norms_after=True, unrotated_layers=(1,)),
+            },
+            "llama.cpp has windows for 64 layers",
+        ),
         ({"family": "smollm3", "departures": Departures(unrotated_layers=(0,))}, "departures.unrotated_layers=(0,)"),
     ],
 )
@@ -238,8 +267,8 @@ def test_a_family_without_a_row_and_a_weight_beyond_fp16_are_refused(tmp_path: P
     save_model({n: t * 1e6 if n == "head.weight" else t for n, t in state.items()}, spec, tmp_path / "large")
     with pytest.raises(InputError, match="beyond the largest number that F16 holds"):
         export_model(tmp_path / "large", tmp_path / "m.gguf", precision="F16", to="gguf")
-    small(tmp_path / "neo", n_layers=1, family="gpt_neo", positions="learned", norm="layernorm", mlp="gelu", activation="gelu_tanh",
-          n_kv_heads=4, attn_out_bias=True, mlp_bias=True, tied_embeddings=True,
+    small(tmp_path / "neo", n_layers=1, family="gpt_neo", positions="learned", norm="layernorm", mlp="gelu", n_kv_heads=4,
+          activation="gelu_tanh", attn_out_bias=True, mlp_bias=True, tied_embeddings=True,
           departures=Departures(attention_scale=1.0))  # fmt: skip
     with pytest.raises(UnsupportedFamilyError, match="family='gpt_neo' is not written as GGUF"):
         export_model(tmp_path / "neo", tmp_path / "m.gguf", to="gguf")

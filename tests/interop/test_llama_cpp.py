@@ -65,10 +65,13 @@ def test_logits_and_greedy_tokens_are_ours(case: str, tmp_path: Path) -> None:
     assert rough or found["greedy"] == text
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("F32", 1e-5), ("F16", 2e-3), ("BF16", 1e-2), ("Q8_0", 2e-2), ("Q4_0", 3e-2)])
+BOUNDS = {"F32": 1e-5, "F16": 2e-3, "BF16": 1e-2, "Q8_0": 2e-2, "Q4_0": 3e-2}
+
+
+@pytest.mark.parametrize(("precision", "bound"), BOUNDS.items())
 def test_a_trained_model_goes_on_as_it_does_here(precision: str, bound: float, tmp_path: Path) -> None:
-    """Other precisions are held to the numbers in the file: llama.cpp rounds what it multiplies with them to eight bits, to fp16
-    or to bf16."""
+    """Other precisions are held to the numbers in the file: llama.cpp rounds what it multiplies with them to eight bits, to
+    fp16 or to bf16."""
     import_model(ASSETS / "weights/stories260K/stories260K.gguf", tmp_path / "m")
     export_model(tmp_path / "m", tmp_path / "m.gguf", precision=precision, to="gguf")
     import_model(tmp_path / "m.gguf", tmp_path / "back", dtype="fp32")
@@ -76,7 +79,6 @@ def test_a_trained_model_goes_on_as_it_does_here(precision: str, bound: float, t
     ids = tokenizer.encode("Once upon a time, there was a little girl named Lily.").ids
     ours, text = greedy(tmp_path / "back", ids, 64)
     found = ask_llama(tmp_path / "m.gguf", ids=ids, n_greedy=64, texts=MIXED_TEXTS)
-    print(precision, relative(found["logits"], ours))
     assert relative(found["logits"], ours) <= bound
     assert precision not in ("F32", "F16") or found["greedy"] == text
     assert found["ids"] == [tokenizer.encode(text).ids for text in MIXED_TEXTS]

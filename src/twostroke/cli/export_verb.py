@@ -19,6 +19,7 @@ app = typer.Typer(add_completion=False)
 
 _WRITTEN = [row for row in TARGETS.values() if not row.refused]
 _FORMATS = "; ".join(f"{row.name} ({row.summary})" for row in _WRITTEN)
+_WEIGHED = "; ".join(f"{row.name}: {', '.join(row.weighed)}" for row in _WRITTEN if row.weighed)
 _PRECISIONS = "; ".join(f"{row.name}: {', '.join(row.precisions)}" for row in _WRITTEN)
 
 
@@ -32,9 +33,8 @@ def export(
     ),
     calibration: list[str] = typer.Option(
         [],
-        help="Files, folders or globs of text that say which inputs matter when scales are searched for "
-        f"({'; '.join(f'{row.name}: ' + ', '.join(row.weighed) for row in _WRITTEN if row.weighed)}). Default: what the model's run "
-        "trained on, else none.",
+        help=f"Files, folders or globs of text that say which inputs matter when scales are searched for ({_WEIGHED}). "
+        "Default: what the model's run trained on, else none.",
     ),
     merge: bool = typer.Option(False, "--merge", help="Merge adapters into their base, so that the result needs no other."),
     replace: bool = typer.Option(False, "--replace", help="Replace what is there."),

@@ -53,9 +53,9 @@ def export_model(
     its adapters merged.
 
     ``precision`` "auto" is that of the model, or of the adapters' base, if the format has it, else the format's first. The
-    result appears when it is complete. ``measure(directory)`` gives ``ExportSource.importance`` where the precision is one that a
-    text can guide. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if
-    ``directory`` may not be replaced or a package is missing, ConfigError for an unknown format or precision, and the errors of
+    result appears when it is complete. ``measure(directory)`` gives ``ExportSource.importance`` where the precision is one that
+    a text can guide. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if ``directory`` may
+    not be replaced or a package is missing, ConfigError for an unknown format or precision, and the errors of
     ``model.load.open_weights``.
     """
     row, out = target_of(to), Path(directory)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # the command's help reads this table without torch
 @dataclass(frozen=True)
 class ExportSource:
     """A model to write: its spec, its canonical tensors, each read on access and checked to be finite (a read also moves the
-    progress bar), and the directory with its ``tokenizer.json``, None if it has none. ``importance``, by canonical name: the mean
-    square of each column's inputs on a text, where one was given."""
+    progress bar), and the directory with its ``tokenizer.json``, None if it has none. ``importance``, by canonical name: the
+    mean square of each column's inputs on a text, where one was given."""
 
     directory: Path
     spec: ModelSpec

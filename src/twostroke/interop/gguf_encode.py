@@ -1,9 +1,10 @@
 """Numbers to GGUF's types: the inverse of ``gguf_types``, in pieces and on as many threads as torch has.
 
 Types of one scale a block round as llama.cpp's reference does (``quantize_row_*_ref`` in ggml's ``ggml-quants.c``), to the same
-bytes. Of K types, and with a text of all types of four and five bits without a minimum, the scales and minima are searched for: whole codes are set by trial scales, the scale and the minimum of
-least weighted squared error follow from the codes, and the best trial stays. An error weighs as much as llama.cpp lets it
-weigh: by the mean square of a column's inputs, where that was measured, and by the size of the number itself.
+bytes. Of K types, and with a text of all types of four and five bits without a minimum, the scales and minima are searched for:
+whole codes are set by trial scales, the scale and the minimum of least weighted squared error follow from the codes, and the
+best trial stays. An error weighs as much as llama.cpp lets it weigh: by the mean square of a column's inputs, where that was
+measured, and by the size of the number itself.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ _TRIALS = (-1.0, -0.7, -0.4, -0.1, 0.2, 0.5, 0.8)
 
 
 def _affine(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Scales and minima, (groups,) each, of codes 0 to ``most`` for the columns of ``x``: x ≈ scale·code − minimum, with neither
-    below 0. The least of Σ w·(x − scale·code + minimum)² among the trials, and of one more with the best trial's scale."""
+    """Scales and minima, (groups,) each, of codes 0 to ``most`` for the columns of ``x``: x ≈ scale·code − minimum, with
+    neither below 0. The least of Σ w·(x − scale·code + minimum)² among the trials, and of one more with the best trial's
+    scale."""
     least = x.amin(dim=0).clamp_(max=0)
     above = x - least
     span = above.amax(dim=0)
@@ -166,8 +168,9 @@ _UNIT_TRIALS = (63, 62, 61, 60, 59, 58, 57)
 
 
 def _wholes(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of ``values``, none below 0, an fp16 unit as (n, 2) bytes, codes of six bits, and unit·code: of the units that
-    give the largest value one of ``_UNIT_TRIALS``, each moved to its codes' least squares, that with the least Σ w·error²."""
+    """Of each row of ``values``, none below 0, an fp16 unit as (n, 2) bytes, codes of six bits, and unit·code: of the units
+    that give the largest value one of ``_UNIT_TRIALS``, each moved to its codes' least squares, that with the least Σ
+    w·error²."""
     largest = values.amax(dim=1, keepdim=True)
     best, unit = torch.full_like(largest, -1), largest / 63
     for trial in _UNIT_TRIALS:
@@ -184,7 +187,8 @@ def _wholes(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_minima(x: Tensor, importance: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
-    """Codes (blocks, 8, 32) and the 16 bytes before them, of Q4_K and Q5_K. Minima are fitted again to what became of scales."""
+    """Codes (blocks, 8, 32) and the 16 bytes before them, of Q4_K and Q5_K. Minima are fitted again to what became of
+    scales."""
     columns, weights = _columns(x, 32), _weights(x, importance, 32, 256)
     scales, minima = _affine(columns, weights, most)
     total = weights.sum(dim=0)
@@ -258,8 +262,8 @@ def encode(kind: TensorType, values: Tensor, importance: Tensor | None = None) -
     """The bytes of ``values``, (rows, columns) or (numbers,), as ``kind``.
 
     ``importance``, (columns,): the mean square of the inputs that each column is multiplied with, for K types. Works in pieces
-    beside the result, as ``dequantise`` does. Raises ConfigError for a type that is not written, InputError for numbers that the
-    type's scales do not hold.
+    beside the result, as ``dequantise`` does. Raises ConfigError for a type that is not written, InputError for numbers that
+    the type's scales do not hold.
     """
     if kind.dtype is not None:
         rounded = values.to(kind.dtype)

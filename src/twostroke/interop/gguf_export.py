@@ -109,10 +109,10 @@ class _Plan:
         if self.larger:
             counts = ", ".join(f"{count} in {name}" for name, count in Counter(self.larger).most_common())
             yield (
-                f"{len(self.larger)} matrices have rows that are no whole blocks of their type in {self.precision.name}: they are "
-                f"held in larger types, {counts}."
+                f"{len(self.larger)} matrices have rows that are no whole blocks of their type in {self.precision.name}: they "
+                f"are held in larger types, {counts}."
             )
         if self.row.architecture in WINDOWLESS and self.spec.sliding_window:
             yield "llama.cpp computes this architecture without the model's window: texts beyond it differ."
         if self.spec.rope.scaling == "yarn" and not self.spec.rope.truncate:
-            yield "llama.cpp rounds the bounds of YaRN's blend to whole dimensions, and this model does not: logits differ a little."
+            yield "llama.cpp rounds the bounds of YaRN's blend to whole dimensions, and this model does not: its logits differ."

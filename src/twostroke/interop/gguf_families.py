@@ -79,7 +79,8 @@ class GgufFamily:
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
-    ``truncates``: the bounds of YaRN's blend are whole dimensions. ``paired``: rows of queries and keys are stored in pairs of neighbours, as the reordered weights of Llama are.
+    ``truncates``: the bounds of YaRN's blend are whole dimensions. ``paired``: rows of queries and keys are stored in pairs of
+    neighbours, as the reordered weights of Llama are.
     """
 
     architecture: str
@@ -484,5 +485,6 @@ def family_row(spec: ModelSpec) -> GgufFamily:
             return row
     known = dict.fromkeys(name for row in GGUF_FAMILIES.values() for name in row.families)
     raise UnsupportedFamilyError(
-        f"a model of family={spec.family!r} is not written as GGUF: no architecture of it is read here. Written are {', '.join(known)}."
+        f"a model of family={spec.family!r} is not written as GGUF: no architecture of it is read here. Written are "
+        f"{', '.join(known)}."
     )

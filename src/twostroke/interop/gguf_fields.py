@@ -60,8 +60,8 @@ def token_ids(spec: ModelSpec) -> dict[str, Value]:
 def _windows(row: GgufFamily, spec: ModelSpec) -> dict[str, Value]:
     if row.architecture == "exaone4" and spec.sliding_window and spec.n_layers != 64:
         raise ConfigError(
-            f"an exaone4 model of {spec.n_layers} layers with windows is not written as GGUF: llama.cpp has windows for 64 layers "
-            "alone, and would turn every layer's positions in others."
+            f"an exaone4 model of {spec.n_layers} layers with windows is not written as GGUF: llama.cpp has windows for 64 "
+            "layers alone, and would turn every layer's positions in others."
         )
     if row.window_period is None or (spec.sliding_window is None and row.architecture == "llama"):
         return {}
@@ -87,7 +87,7 @@ def _rope(row: GgufFamily, spec: ModelSpec) -> dict[str, Value]:
     if rope.scaling == "yarn":
         usual = RopeSpec()
         stretched = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
-        # llama.cpp multiplies its own magnitude, the usual one, by attn_factor; converters name the whole under yarn_attn_factor
+        # llama.cpp multiplies its own magnitude, the usual one, by attn_factor; yarn_attn_factor is the converters' name.
         if not math.isclose(rope.magnitude, stretched, rel_tol=1e-6):
             found |= {"rope.scaling.yarn_attn_factor": rope.magnitude, "rope.scaling.attn_factor": rope.magnitude / stretched}
         for name in ("beta_fast", "beta_slow"):

@@ -34,8 +34,8 @@ def _one(usual: str) -> Choice:
 
 
 def _quantised(usual: str, inside: Choice | None = None) -> Choice:
-    """The head in Q6_K, Falcon's, whose rows are no whole K blocks, in Q8_0; of eight experts' models, where they are small beside
-    the rest, keys and values in Q8_0; all else ``usual``, or as ``inside`` says of a layer's matrices."""
+    """The head in Q6_K, Falcon's, whose rows are no whole K blocks, in Q8_0; of eight experts' models, where they are small
+    beside the rest, keys and values in Q8_0; all else ``usual``, or as ``inside`` says of a layer's matrices."""
 
     def choose(place: Place) -> str:
         if place.is_head:
@@ -48,8 +48,8 @@ def _quantised(usual: str, inside: Choice | None = None) -> Choice:
 
 
 def _mixed(usual: str, medium: bool) -> Choice:
-    """llama.cpp's mixes of K types (``llama_tensor_get_type``): of the medium ones half of the values, or of packed projections,
-    and of the MLP's outputs in Q6_K."""
+    """llama.cpp's mixes of K types (``llama_tensor_get_type``): of the medium ones half of the values, or of packed
+    projections, and of the MLP's outputs in Q6_K."""
 
     def inside(place: Place) -> str:
         assert place.layer is not None

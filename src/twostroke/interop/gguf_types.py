@@ -215,8 +215,8 @@ def type_of(number: int) -> TensorType | str:
 
 
 def in_pieces(work: Callable[[int], None], n_blocks: int, n: int) -> None:
-    """``work(first)`` for every ``n``-th of ``n_blocks``, on as many threads as torch has. Each works alone: a piece has a dozen
-    short steps, and threads that wait for each other after every one are slower than one where others use the cores."""
+    """``work(first)`` for every ``n``-th of ``n_blocks``, on as many threads as torch has. Each works alone: a piece has a
+    dozen short steps, and threads that wait for each other after every one are slower than one where others use the cores."""
     n_threads = torch.get_num_threads()
     if n_threads == 1 or n_blocks <= n:
         for first in range(0, n_blocks, n):

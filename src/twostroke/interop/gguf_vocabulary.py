@@ -1,8 +1,8 @@
 """``tokenizer.ggml.*`` of a ``tokenizer.json``: the inverse of ``gguf_tokenizer``.
 
-Byte-level BPE becomes the model ``gpt2``, SentencePiece-like BPE the model ``llama``. How a text is cut into words must be a row
-of ``tokenizer_tables``; anything else is refused by name, because near words give plausible but wrong tokens. Tables are read
-back before anything is written, and must encode a mixed text to the same tokens.
+Byte-level BPE becomes the model ``gpt2``, SentencePiece-like BPE the model ``llama``. How a text is cut into words must be a
+row of ``tokenizer_tables``; anything else is refused by name, because near words give plausible but wrong tokens. Tables are
+read back before anything is written, and must encode a mixed text to the same tokens.
 """
 
 from __future__ import annotations

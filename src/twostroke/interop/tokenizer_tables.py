@@ -61,7 +61,8 @@ _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 _WORDS = (
     Words(("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code", "exaone4", "jais", "trillion", "granite-docling"), (GPT2_PATTERN,)),
     Words(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), (r"\p{N}", GPT2_PATTERN),
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        (r"\p{N}", GPT2_PATTERN),
     ),
     Words(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,), whole=True, begins=True),
     Words(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),

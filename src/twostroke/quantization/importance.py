@@ -23,8 +23,9 @@ def mean_squares(
 ) -> dict[str, Float[Tensor, " k"]]:
     """By canonical name of each block's matrices and of the head, the mean of x² of each column over the tokens of ``batches``.
 
-    An error e of a weight in column j adds e²·mean(x_j²) to the mean squared error of an output, other errors being independent.
-    Experts share one mean over the tokens that any of them sees. Memory beside the model: a forward pass of one batch.
+    An error e of a weight in column j adds e²·mean(x_j²) to the mean squared error of an output, other errors being
+    independent. Experts share one mean over the tokens that any of them sees. Memory beside the model: a forward pass of one
+    batch.
     """
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = {}

@@ -19,9 +19,9 @@ class ExpertNames:
 
     ``gate``, ``up`` and ``down`` have {} for an expert's number; with ``gate_up`` one tensor (experts, outputs, inputs) holds
     all of them, and another under ``down``. Those may be ``transposed``, (experts, inputs, outputs), with gate and up
-    ``interleaved``. ``stacked``: ``gate``, ``up`` and ``down`` are a tensor each, (experts, outputs, inputs). ``shared`` is what
-    comes before the shared experts' gate_proj, up_proj and down_proj, or has {} for gate, up and down. ``weight`` and ``bias``
-    end the names of matrices.
+    ``interleaved``. ``stacked``: ``gate``, ``up`` and ``down`` are a tensor each, (experts, outputs, inputs). ``shared`` is
+    what comes before the shared experts' gate_proj, up_proj and down_proj, or has {} for gate, up and down. ``weight`` and
+    ``bias`` end the names of matrices.
     """
 
     router: str = "mlp.gate"
