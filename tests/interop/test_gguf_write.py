@@ -82,6 +82,16 @@ def test_every_precision_comes_back_within_its_error(precision: str, tmp_path: P
         assert float((source.state[name] - tensor).norm()) <= bound * float(tensor.norm()), name
 
 
+def test_threads_do_not_change_a_file(tmp_path: Path) -> None:
+    small(tmp_path / "m", n_layers=1)
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        (tmp_path / str(n_threads)).mkdir()
+        export_model(tmp_path / "m", tmp_path / str(n_threads) / "m.gguf", precision="Q4_K_M", to="gguf")
+    torch.set_num_threads(1)
+    assert (tmp_path / "1/m.gguf").read_bytes() == (tmp_path / "2/m.gguf").read_bytes()
+
+
 def test_types_of_a_mix_and_what_stands_for_rows_that_k_types_do_not_fit(tmp_path: Path) -> None:
     small(tmp_path / "m")
     export_model(tmp_path / "m", tmp_path / "m.gguf", precision="Q4_K_M", to="gguf")

@@ -25,7 +25,7 @@ from twostroke.interop.source import pairs_from_halves
 from twostroke.model.families import write_entry
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference_mode would forbid other threads to fill tensors that were made here
 def write_gguf(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Write ``source`` as the file ``out`` in one of ``PRECISIONS``; returns notes. Memory: the largest tensor twice.
 
