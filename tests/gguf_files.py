@@ -30,7 +30,7 @@ SCALES_AT = {
 }  # fmt: skip
 """The bytes of a block at which its fp16 scales are, by type."""
 TYPES = ("F32", "F16", "BF16", *SCALES_AT)
-PAIRED = ("llama", "granite", "smollm3")
+PAIRED = ("llama", "granite", "granitemoe", "smollm3")
 
 
 def random_blocks(type_name: str, n_blocks: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:
@@ -136,7 +136,14 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
     kind = gguf.GGMLQuantizationType[type_name]
     written = set()
     for stored, parameter in model.state_dict().items():
-        name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        if any(part in stored for part in ("experts.gate_up_proj", "experts.down_proj", "input_linear", "output_linear")):
+            _add_experts(writer, stored, parameter, type_name)
+            continue
+        if stored.endswith("sinks"):
+            writer.add_tensor(f"blk.{stored.split('.')[2]}.attn_sinks.weight", parameter.numpy())
+            continue
+        named = stored.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")  # as it is published
+        name = names.get_name(named, try_suffixes=(".weight", ".bias"))
         if parameter.data_ptr() in written or name is None:  # a tied head; a buffer of angles
             continue
         written.add(parameter.data_ptr())
@@ -147,9 +154,31 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
             shifted = 1.0 if architecture.startswith("gemma") and stored.endswith("norm.weight") else 0.0
             writer.add_tensor(name, np.ascontiguousarray(array[order] + np.float32(shifted)))
             continue
+        if "ffn_gate_inp" in name:  # routers stay plain, and one row becomes a vector
+            writer.add_tensor(name, np.ascontiguousarray(array.squeeze()))
+            continue
         raw, values = quantised(np.ascontiguousarray(array), type_name)
         parameter.copy_(torch.from_numpy(values.T if transposed else values))
         writer.add_tensor(name, np.ascontiguousarray(raw[order]), raw_dtype=kind)
+
+
+def _add_experts(writer: gguf.GGUFWriter, stored: str, parameter: torch.Tensor, type_name: str) -> None:
+    """Experts that transformers holds together, (X, 2F, E) and (X, E, F), or as gpt-oss does (X, E, 2F) with gate and up by
+    turns, as a tensor each of gate, up and down."""
+    layer, turned, bias = stored.split(".")[2], writer.arch == "gpt-oss", stored.endswith("bias")
+    array = parameter.numpy().swapaxes(1, 2) if turned and not bias else parameter.numpy()
+    both = "gate_up" in stored or "input_linear" in stored
+    half = array.shape[1] // 2
+    rows = [slice(0, None, 2), slice(1, None, 2)] if turned else [slice(0, half), slice(half, None)]
+    for name, kept in zip(("gate", "up") if both else ("down",), rows if both else [slice(None)], strict=True):
+        part = np.ascontiguousarray(array[:, kept])
+        if bias:
+            writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.bias", part)
+            continue
+        raw, values = quantised(part.reshape(-1, part.shape[-1]), type_name)
+        array[:, kept] = values.reshape(part.shape)  # a view of the parameter
+        kind = gguf.GGMLQuantizationType[type_name]
+        writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", raw.reshape(*part.shape[:2], -1), raw_dtype=kind)
 
 
 def small_file(path: Path, architecture: str) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
+    "llama": ("llama-cpp-python==0.3.36",),
     "mlx": ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2"),
     "onnx": ("onnxruntime==1.32.0", "onnxruntime-genai==0.18.0", "onnx==1.23.2", "numpy"),
     "openvino": ("openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "numpy"),

@@ -101,6 +101,23 @@ def neox(w: gguf.GGUFWriter, c: Any) -> None:
     w.add_parallel_residual(c.use_parallel_residual)
 
 
+def experts(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_expert_count(getattr(c, "num_experts", None) or c.num_local_experts)
+    w.add_expert_used_count(c.num_experts_per_tok)
+    if w.arch == "granitemoe":
+        granite(w, c)
+    elif w.arch == "gpt-oss":
+        w.add_expert_feed_forward_length(c.intermediate_size)
+        w.add_sliding_window(c.sliding_window)
+        yarn(w, c)
+    elif getattr(c, "moe_intermediate_size", None):
+        w.add_expert_feed_forward_length(c.moe_intermediate_size)
+    if getattr(c, "shared_expert_intermediate_size", None):
+        w.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+
+
+QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
+
 CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
     "llama": ("llama", "llama", "Q4_K", {"attention_bias": True, "mlp_bias": True}, nothing),
     "llama-yarn": ("llama", "llama", "Q5_K", {"rope_parameters": YARN}, yarn),
@@ -144,6 +161,16 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
     "falcon": ("falcon", "falcon", "Q6_K", {
         "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 512}, nothing),
     "gpt2": ("gpt2", "gpt2", "Q4_K", GPT2, nothing),
+    "mixtral": ("llama", "mixtral", "Q4_K", {"num_local_experts": 8, "num_experts_per_tok": 2}, experts),
+    "qwen2moe": ("qwen2moe", "qwen2_moe", "Q5_K", QWEN_EXPERTS | {"shared_expert_intermediate_size": 512}, experts),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", "Q6_K", QWEN_EXPERTS | {"norm_topk_prob": True}, experts),
+    "olmoe": ("olmoe", "olmoe", "Q8_0", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}, experts),
+    "granitemoe": ("granitemoe", "granitemoe", "Q4_0", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+        "residual_multiplier": 0.22, "logits_scaling": 4.0}, experts),
+    "gpt-oss": ("gpt-oss", "gpt_oss", "MXFP4", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": YARN | {"truncate": False}},
+        experts),
     "starcoder": ("starcoder", "gpt_bigcode", "Q5_K", GPT2 | {"num_key_value_heads": 1}, nothing),
 }  # fmt: skip
 """(architecture, model_type, type of the matrices, config, further metadata)."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from twostroke.core.aside import directory_beside, flush_to_disk
 from twostroke.core.dtypes import TORCH_NAMES
@@ -45,13 +47,15 @@ def export_model(
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
     to: str = "hf",
+    measure: Callable[[Path], Mapping[str, Tensor] | None] | None = None,
 ) -> ExportReport:
     """Write the model in ``source``, or in its ``model`` folder, to ``directory`` in the format ``to``; with ``merge``, with
     its adapters merged.
 
     ``precision`` "auto" is that of the model, or of the adapters' base, if the format has it, else the format's first. The
-    result appears when it is complete. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if
-    ``directory`` may not be replaced or a package is missing, ConfigError for an unknown format or precision, and the errors of
+    result appears when it is complete. ``measure(directory)`` gives ``ExportSource.importance`` where the precision is one that
+    a text can guide. Raises InputError if ``source`` holds adapters without ``merge``, or none with it, if ``directory`` may
+    not be replaced or a package is missing, ConfigError for an unknown format or precision, and the errors of
     ``model.load.open_weights``.
     """
     row, out = target_of(to), Path(directory)
@@ -84,7 +88,8 @@ def export_model(
         remedy = "; --precision fp32 keeps them." if "fp32" in row.precisions else "."
         notes.append(f"merged weights are rounded to {chosen}{remedy}")
     state = CheckedState(lazy_state(spec, get), progress)
-    model = ExportSource(found, spec, state, tokenizer_directory(found, base))
+    importance = measure(found) if measure is not None and chosen in row.weighed else None
+    model = ExportSource(found, spec, state, tokenizer_directory(found, base), importance)
     if row.suffix:
         out = Path(os.path.abspath(out))
         with directory_beside(out) as aside:

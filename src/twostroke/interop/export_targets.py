@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.spec import ModelSpec
+from twostroke.interop.gguf_mixes import PRECISIONS, WEIGHED
 
 if TYPE_CHECKING:  # the command's help reads this table without torch
     from torch import Tensor
@@ -19,12 +20,14 @@ if TYPE_CHECKING:  # the command's help reads this table without torch
 @dataclass(frozen=True)
 class ExportSource:
     """A model to write: its spec, its canonical tensors, each read on access and checked to be finite (a read also moves the
-    progress bar), and the directory with its ``tokenizer.json``, None if it has none."""
+    progress bar), and the directory with its ``tokenizer.json``, None if it has none. ``importance``, by canonical name: the
+    mean square of each column's inputs on a text, where one was given."""
 
     directory: Path
     spec: ModelSpec
     state: Mapping[str, Tensor]
     tokenizer: Path | None
+    importance: Mapping[str, Tensor] | None = None
 
 
 Writer = Callable[[ExportSource, Path, str], tuple[str, ...]]
@@ -36,7 +39,8 @@ the target's place afterwards, or for a target of one file the path to create. A
 class ExportTarget:
     """``precisions`` are those that its writer knows, the default first. ``packages`` maps what it imports to what pip calls
     it. ``files`` are names of files that it writes beside those of a model directory; ``suffix`` is that of a target of one
-    file. ``refused`` says why nothing is written. ``tested_by`` names the program that opens the result in a test."""
+    file. ``refused`` says why nothing is written. ``tested_by`` names the program that opens the result in a test.
+    ``weighed`` are the precisions whose rounding a text can guide."""
 
     name: str
     summary: str
@@ -47,6 +51,7 @@ class ExportTarget:
     suffix: str = ""
     refused: str = ""
     tested_by: str = ""
+    weighed: tuple[str, ...] = ()
 
     def load_writer(self) -> Writer:
         """Its function. Raises InputError, naming what is missing, if a package is not installed, or why it is refused."""
@@ -117,6 +122,15 @@ _ROWS = (
         "coreml",
         "package for Apple hardware",
         refused="coremltools predicts on macOS alone, so nothing written here could be checked. Use mlx on Apple hardware.",
+    ),
+    ExportTarget(
+        "gguf",
+        "one GGUF file with its tokenizer, for llama.cpp, Ollama and LM Studio",
+        tuple(PRECISIONS),
+        "twostroke.interop.gguf_export:write_gguf",
+        suffix=".gguf",
+        tested_by="llama.cpp",
+        weighed=WEIGHED,
     ),
 )
 

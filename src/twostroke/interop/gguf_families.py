@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, UnsupportedFamilyError
 from twostroke.core.families import spec_from_config
 from twostroke.core.families.reader import Reader
-from twostroke.core.families.weights import WeightNames
+from twostroke.core.families.weights import ExpertNames, WeightNames
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.interop.gguf_metadata import Metadata
+from twostroke.interop.gguf_write import Value
 from twostroke.model.rope import inverse_frequencies
 
 GGUF_WEIGHTS = WeightNames(
@@ -41,7 +43,18 @@ GGUF_WEIGHTS = WeightNames(
         "mlp_norm": "ffn_norm",
         "attn_post_norm": "post_attention_norm",
         "mlp_post_norm": "post_ffw_norm",
+        "sinks": "attn_sinks.weight",
     },
+    experts=ExpertNames(
+        router="ffn_gate_inp",
+        gate="ffn_gate_exps",
+        up="ffn_up_exps",
+        down="ffn_down_exps",
+        shared="ffn_{}_shexp",
+        shared_gate="ffn_gate_inp_shexp",
+        correction_bias="exp_probs_b.bias",
+        stacked=True,
+    ),
 )
 """How most architectures name their tensors."""
 
@@ -57,29 +70,46 @@ def _with_names(**block: str) -> WeightNames:
 class GgufFamily:
     """One row. Keys of metadata are written without the architecture that they begin with.
 
-    ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window. ``eps`` is the config's key
+    ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window, ``expert_family`` for files
+    with experts. ``counts`` are config keys of experts and the metadata key of each, ``constants`` config keys that metadata do
+    not say. ``eps`` is the config's key
     of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's
     own default). ``present``: config flags that are true where the first layer has a tensor. ``renamed``: the family's spelling
-    of usual keys. ``computed`` makes the remaining keys.
+    of usual keys. ``computed`` makes the remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
-    ``paired``: rows of queries and keys are stored in pairs of neighbours, as the reordered weights of Llama are.
+    ``truncates``: the bounds of YaRN's blend are whole dimensions. ``paired``: rows of queries and keys are stored in pairs of
+    neighbours, as the reordered weights of Llama are.
     """
 
     architecture: str
     family: str
     windowed_family: str = ""
+    expert_family: str = ""
+    counts: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
     weights: WeightNames = GGUF_WEIGHTS
     eps: str = "rms_norm_eps"
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     present: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Metadata, dict[str, Any]], dict[str, Any]] | None = None
+    fields: Callable[[ModelSpec], dict[str, Value]] | None = None
     window_period: int | None = None
     window: int = 0
     windowed_theta: float | None = None
+    truncates: bool = True
     paired: bool = False
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Every ``model_type`` that a file may become."""
+        return tuple(name for name in (self.family, self.windowed_family, self.expert_family) if name)
+
+    def heads(self, spec: ModelSpec) -> dict[str, int]:
+        """Names of tensors whose rows are stored in pairs, and how many heads each has."""
+        return {self.weights.block["q"]: spec.n_heads, self.weights.block["k"]: spec.n_kv_heads} if self.paired else {}
 
 
 def _gemma_scalar(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +121,7 @@ def _gemma_scalar(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_scale(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    scale = metadata.number("granite.attention.scale", 0.0)
+    scale = metadata.number(f"{metadata.text('general.architecture')}.attention.scale", 0.0)
     return {"attention_multiplier": scale or max(1, config["head_dim"]) ** -0.5}
 
 
@@ -121,13 +151,22 @@ _GPT2_KEYS = {
     "max_position_embeddings": "n_positions",
     "layer_norm_eps": "layer_norm_epsilon",
 }
+_EXPERTS_OF_A_TOKEN = {"num_experts_per_tok": "expert_used_count"}
+_LOCAL_EXPERTS = _EXPERTS_OF_A_TOKEN | {"num_local_experts": "expert_count"}
+_QWEN_EXPERTS = _EXPERTS_OF_A_TOKEN | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_GRANITE: dict[str, tuple[str, float | None]] = {
+    "logits_scaling": ("logit_scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+}  # fmt: skip
 _NORMS_AFTER = _with_names(attn_norm="post_attention_norm", mlp_norm="post_ffw_norm")
 _PACKED = _with_names(qkv="attn_qkv", gate_up="ffn_up")
 
 GGUF_FAMILIES: dict[str, GgufFamily] = {
     f.architecture: f
     for f in (
-        GgufFamily("llama", "llama", "mistral", paired=True, window_period=1, present=_LLAMA_BIASES),
+        GgufFamily(
+            "llama", "llama", "mistral", "mixtral", counts=_LOCAL_EXPERTS, paired=True, window_period=1, present=_LLAMA_BIASES,
+        ),
         GgufFamily("qwen2", "qwen2"),
         GgufFamily("qwen3", "qwen3", present=_BIASES),
         GgufFamily("gemma", "gemma"),
@@ -142,11 +181,26 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         GgufFamily("phi3", "phi3", weights=_PACKED, window_period=1),
         GgufFamily("smollm3", "smollm3", paired=True, present=_LLAMA_BIASES),
         GgufFamily(
-            "granite", "granite", paired=True, present=_LLAMA_BIASES, computed=_granite_scale,
-            numbers={
-                "logits_scaling": ("logit_scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
-                "residual_multiplier": ("residual_scale", 1.0),
-            },
+            "granite", "granite", paired=True, present=_LLAMA_BIASES, computed=_granite_scale, numbers=_GRANITE,
+            fields=lambda spec: {"attention.scale": spec.attention_scale},
+        ),
+        GgufFamily(
+            "granitemoe", "granitemoe", paired=True, present=_BIASES, computed=_granite_scale, numbers=_GRANITE,
+            fields=lambda spec: {"attention.scale": spec.attention_scale}, counts=_LOCAL_EXPERTS,
+        ),
+        GgufFamily(
+            "qwen2moe", "qwen2_moe", counts=_QWEN_EXPERTS | {
+                "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            }, constants={"norm_topk_prob": False},
+        ),
+        GgufFamily("qwen3moe", "qwen3_moe", present=_BIASES, counts=_QWEN_EXPERTS, constants={"norm_topk_prob": True}),
+        GgufFamily(
+            "olmoe", "olmoe", present=_BIASES, counts=_EXPERTS_OF_A_TOKEN | {"num_experts": "expert_count"},
+            constants={"norm_topk_prob": False},
+        ),
+        GgufFamily(
+            "gpt-oss", "gpt_oss", weights=_with_names(mlp_norm="post_attention_norm"), window_period=2, window=128,
+            present=_BIASES, counts=_LOCAL_EXPERTS | {"intermediate_size": "expert_feed_forward_length"}, truncates=False,
         ),
         GgufFamily(
             "command-r", "cohere", eps="layer_norm_eps", numbers={"logit_scale": ("logit_scale", 0.0625)},
@@ -175,6 +229,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         GgufFamily(
             "gptneox", "gpt_neox", eps="layer_norm_eps", weights=_with_names(qkv="attn_qkv"), computed=_neox_branches,
             present={"attention_bias": "attn_qkv.bias"},
+            fields=lambda spec: {"use_parallel_residual": spec.departures.parallel_block},
         ),
         GgufFamily(
             "falcon", "falcon", eps="layer_norm_eps",
@@ -198,7 +253,7 @@ _EXPERTS = "a mixture of experts, which is not read from GGUF"
 _RECURRENT = "recurrent layers, which are not built here"
 REFUSED_ARCHITECTURES: dict[str, str] = {
     **dict.fromkeys(
-        ("qwen2moe", "qwen3moe", "gpt-oss", "deepseek", "deepseek2", "glm4moe", "granitemoe", "olmoe", "phimoe", "dbrx", "grok",
+        ("deepseek", "deepseek2", "glm4moe", "phimoe", "dbrx", "grok",
          "ernie4_5-moe", "minimax-m2", "bailingmoe", "bailingmoe2", "llama4", "hunyuan-moe", "exaone-moe", "arctic"), _EXPERTS,
     ),
     **dict.fromkeys(("mamba", "mamba2", "rwkv6", "rwkv7", "jamba", "qwen3next", "granitehybrid", "falcon-h1", "nemotron_h",
@@ -212,10 +267,11 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
 def row_of(metadata: Metadata) -> GgufFamily:
     """The row of a file. Raises UnsupportedFamilyError with the reason where there is none."""
     path, architecture = metadata.file.path, metadata.text("general.architecture")
-    if metadata.integer(f"{architecture}.expert_count", 0):
+    row = GGUF_FAMILIES.get(architecture)
+    if metadata.integer(f"{architecture}.expert_count", 0) and (row is None or not row.counts):
         raise UnsupportedFamilyError(f"{path} is {_EXPERTS}. Give the model as a Hugging Face directory.")
-    if architecture in GGUF_FAMILIES:
-        return GGUF_FAMILIES[architecture]
+    if row is not None:
+        return row
     reason = f"it is or has {REFUSED_ARCHITECTURES[architecture]}" if architecture in REFUSED_ARCHITECTURES else ""
     raise UnsupportedFamilyError(
         f"{path} has the architecture {architecture!r:.50}, which is not read from GGUF{': ' if reason else ''}{reason}. "
@@ -267,7 +323,9 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer(f"{a}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.integer(f"{a}.feed_forward_length"),
+        "intermediate_size": metadata.integer(
+            f"{a}.feed_forward_length", metadata.integer(f"{a}.expert_feed_forward_length", 0) or None
+        ),
         "max_position_embeddings": metadata.integer(f"{a}.context_length"),
         row.eps: metadata.number(f"{a}.attention.{eps_key}"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -275,11 +333,18 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
         "eos_token_id": list(dict.fromkeys(i for i in ids[1:] if i is not None)),
         "rotary_dim": metadata.integer(f"{a}.rope.dimension_count", head_dim),
         **{key: f"blk.0.{tensor}" in tensors for key, tensor in row.present.items()},
+        **row.constants,
     }
+    if metadata.integer(f"{a}.expert_count", 0):
+        config |= {key: metadata.integer(f"{a}.{name}") for key, name in row.counts.items()}
+    if metadata.number(f"{a}.expert_weights_scale", 1.0) not in (0, 1):
+        raise ConfigError(f"{a}.expert_weights_scale is not read from GGUF unless it is 1.")
     for key, (name, missing) in row.numbers.items():
         if missing is not None or f"{a}.{name}" in metadata:
             config[key] = metadata.number(f"{a}.{name}", missing)
     config |= _windows(row, metadata, config)
+    if row.expert_family and metadata.integer(f"{a}.expert_count", 0):
+        config["model_type"] = row.expert_family
     config |= row.computed(metadata, config) if row.computed else {}
     return config | {"rope_parameters": _ropes(row, metadata, config)}
 
@@ -348,7 +413,8 @@ def _rope(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[s
             "attention_factor": metadata.number(f"{prefix}.scaling.attn_factor", 1.0),
         }  # fmt: skip
     if kind == "yarn":
-        return theta | {"factor": factor, "original_max_position_embeddings": original} | _yarn(metadata, prefix)
+        stretched = {"factor": factor, "original_max_position_embeddings": original, "truncate": row.truncates}
+        return theta | stretched | _yarn(metadata, prefix)
     if kind not in ("none", "linear"):
         raise ConfigError(
             f"rope scaling {kind!r:.50} is not read from GGUF. Read are none, linear, yarn, longrope and Llama 3's."
@@ -399,11 +465,26 @@ def _divided(divisors: list[float], theta: float) -> dict[str, Any]:
     if factor == 1 == min(divisors):
         return {"rope_type": "default"}
     scaled = RopeSpec(theta, "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-    dim = 2 * len(divisors)
-    expected = inverse_frequencies(replace(scaled, scaling="none"), dim) / inverse_frequencies(scaled, dim)
-    if not torch.allclose(torch.tensor(divisors), expected, rtol=1e-4):
+    if not torch.allclose(torch.tensor(divisors), rope_divisors(scaled, 2 * len(divisors)), rtol=1e-4):
         raise ConfigError(f"{ROPE_DIVISORS} holds a scaling that is not Llama 3's; it is not read from GGUF.")
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
+
+
+def rope_divisors(rope: RopeSpec, dim: int) -> Tensor:
+    """(dim / 2,): what Llama 3's scaling divides each frequency by, the tensor ``ROPE_DIVISORS`` of a file."""
+    return inverse_frequencies(replace(rope, scaling="none"), dim) / inverse_frequencies(rope, dim)
+
+
+def family_row(spec: ModelSpec) -> GgufFamily:
+    """The row by which a model of ``spec`` is written. Raises UnsupportedFamilyError where there is none."""
+    for row in GGUF_FAMILIES.values():
+        if spec.family in row.families:
+            return row
+    known = dict.fromkeys(name for row in GGUF_FAMILIES.values() for name in row.families)
+    raise UnsupportedFamilyError(
+        f"a model of family={spec.family!r} is not written as GGUF: no architecture of it is read here. Written are "
+        f"{', '.join(known)}."
+    )

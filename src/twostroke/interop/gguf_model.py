@@ -64,10 +64,12 @@ def _what_was_quantised(file: GgufFile) -> str:
 def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """A reader for each canonical tensor. Raises CorruptFileError for tensors that are missing, misshapen or unknown."""
     used = {ROPE_DIVISORS, *ROPE_FACTORS} if spec.positions == "rope" else set()
-    heads = {f"{row.weights.block[part]}": n for part, n in (("q", spec.n_heads), ("k", spec.n_kv_heads))} if row.paired else {}
+    heads = row.heads(spec)
 
     def read(entry: Entry, name: str) -> Tensor:
         tensor = file.read(name, dtype)
+        if tensor.dim() < len(entry.shape):
+            tensor = tensor.view(entry.shape)
         stem = name.rsplit(".", 2)[-2]
         if stem in heads:
             return halves_from_pairs(tensor, heads[stem])
@@ -84,7 +86,7 @@ def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtyp
                     f"{file.path} has no tensor {part.name!r}, which a model of its metadata needs. The file is incomplete; "
                     "download it again."
                 )
-            if info.shape != shape:
+            if info.shape != shape and info.shape != one_row(shape):
                 raise CorruptFileError(
                     f"{file.path}: tensor {part.name!r} has shape {list(info.shape)}, but its metadata asks for {list(shape)}."
                 )
@@ -97,3 +99,8 @@ def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtyp
             "Leaving them out would change what the model computes."
         )
     return readers
+
+
+def one_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """``shape``, of a matrix of one row without its rows: llama.cpp's converter leaves out dimensions of 1."""
+    return shape[1:] if len(shape) == 2 and shape[0] == 1 else shape

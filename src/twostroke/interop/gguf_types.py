@@ -214,12 +214,26 @@ def type_of(number: int) -> TensorType | str:
     return _BY_NUMBER.get(number) or OTHER_NAMES.get(number, f"type {number}")
 
 
+def in_pieces(work: Callable[[int], None], n_blocks: int, n: int) -> None:
+    """``work(first)`` for every ``n``-th of ``n_blocks``, on as many threads as torch has. Each works alone: a piece has a
+    dozen short steps, and threads that wait for each other after every one are slower than one where others use the cores."""
+    n_threads = torch.get_num_threads()
+    if n_threads == 1 or n_blocks <= n:
+        for first in range(0, n_blocks, n):
+            work(first)
+        return
+    try:
+        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            deque(pool.map(work, range(0, n_blocks, n)), maxlen=0)
+    finally:
+        torch.set_num_threads(n_threads)  # what threads that start later take
+
+
 def dequantise(kind: TensorType, raw: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that ``raw``, bytes of whole blocks of the quantised ``kind``, stand for: exactly in fp32, or rounded to
     another ``dtype``.
 
-    Works in pieces, beside the result three megabytes a thread, on as many threads as torch has. Each works alone: a piece has
-    a dozen short steps, and threads that wait for each other after every one are slower than one where others use the cores.
+    Works in pieces (``in_pieces``), beside the result three megabytes a thread.
     """
     assert kind.take_apart is not None
     n_blocks, n = len(raw) // kind.n_bytes, _PIECE_VALUES // kind.n_values
@@ -234,14 +248,5 @@ def dequantise(kind: TensorType, raw: np.ndarray, dtype: torch.dtype = torch.flo
             values.sub_(minima[..., None])
         result[first : first + n].copy_(values.view(-1, kind.n_values))
 
-    n_threads = torch.get_num_threads()
-    if n_threads == 1 or n_blocks <= n:
-        for first in range(0, n_blocks, n):
-            decode(first)
-        return result.view(-1)
-    try:
-        with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            deque(pool.map(decode, range(0, n_blocks, n)), maxlen=0)
-    finally:
-        torch.set_num_threads(n_threads)  # what threads that start later take
+    in_pieces(decode, n_blocks, n)
     return result.view(-1)

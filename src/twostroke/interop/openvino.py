@@ -22,7 +22,7 @@ def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str
     import openvino
 
     notes = write_onnx(source, out, "fp32" if precision == "fp16" else precision)
-    model = openvino.Core().read_model(out / GRAPH)  # convert_model gives the same and reports each use to its makers
+    model = openvino.Core().read_model(out / GRAPH)
     openvino.save_model(model, out / MODEL, compress_to_fp16=precision == "fp16")
     for name in (GRAPH, DATA, GENAI):
         (out / name).unlink()

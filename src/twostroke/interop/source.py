@@ -43,3 +43,9 @@ def halves_from_pairs(weight: Tensor, n_heads: int) -> Tensor:
     """
     rows = weight.shape[0]
     return weight.view(n_heads, rows // n_heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def pairs_from_halves(weight: Tensor, n_heads: int) -> Tensor:
+    """The inverse of ``halves_from_pairs``."""
+    rows = weight.shape[0]
+    return weight.reshape(n_heads, 2, rows // n_heads // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -38,7 +38,7 @@ class Words:
 
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -59,9 +59,10 @@ _NOT_DEEPSEEK = (
 """Letters with a case that its expression leaves out: small Armenian and Georgian ones, mathematical ones, later scripts."""
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 _WORDS = (
-    Words(("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code", "exaone4", "jais", "trillion", "granite-docling"), (_GPT2,)),
+    Words(("gpt-2", "olmo", "mpt", "phi-2", "jina-v2-code", "exaone4", "jais", "trillion", "granite-docling"), (GPT2_PATTERN,)),
     Words(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), (r"\p{N}", _GPT2),
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"),
+        (r"\p{N}", GPT2_PATTERN),
     ),
     Words(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), (_LLAMA3,), whole=True, begins=True),
     Words(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
@@ -86,8 +87,8 @@ _WORDS = (
             + _LINES_AND_SPACES,
         ),
     ),
-    Words(("falcon",), (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    Words(("default",), (_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    Words(("falcon",), (r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")),
+    Words(("default",), (_PUNCTUATION, GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
 )  # fmt: skip
 """By the names in ``tokenizer.ggml.pre`` (llama.cpp's ``llama-vocab.cpp``); ``default`` also for files without a name."""
 

@@ -34,7 +34,7 @@ def is_recomputed(spec: ModelSpec, name: str) -> bool:
 def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
     """The canonical tensor of ``entry`` from stored tensors. A single untransposed part is returned without a copy."""
     tensors = [get(part.name).mT if entry.transposed else get(part.name) for part in entry.parts]
-    return held_order(entry, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
+    return held_order(entry, tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=0 if entry.copies == 1 else 1))
 
 
 def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -59,14 +59,15 @@ def stored_rows(entry: Entry, tensor: Tensor) -> Iterator[Tensor]:
     """The inverse of ``held_order``, a stored part after another: ``tensor``, the rows of ``entry`` or a number for each, in
     the order of the disk. A part that holds several matrices gets a dimension for them."""
     tensor, start = stored_order(entry.by_group, tensor), 0
+    if entry.copies > 1:
+        tensor = tensor.unflatten(0, (entry.copies, -1))
     for part in entry.parts:
-        piece = tensor[start : start + part.rows]
-        if entry.copies > 1:
-            piece = piece.unflatten(0, (entry.copies, -1))
+        rows = part.rows // entry.copies
+        piece = tensor.narrow(0 if entry.copies == 1 else 1, start, rows)
         if entry.interleaved:
             piece = piece.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         yield piece
-        start += part.rows
+        start += rows
 
 
 def stored_order(by_group: tuple[int, int] | None, tensor: Tensor) -> Tensor:

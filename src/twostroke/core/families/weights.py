@@ -19,7 +19,8 @@ class ExpertNames:
 
     ``gate``, ``up`` and ``down`` have {} for an expert's number; with ``gate_up`` one tensor (experts, outputs, inputs) holds
     all of them, and another under ``down``. Those may be ``transposed``, (experts, inputs, outputs), with gate and up
-    ``interleaved``. ``shared`` is what comes before the shared experts' gate_proj, up_proj and down_proj. ``weight`` and
+    ``interleaved``. ``stacked``: ``gate``, ``up`` and ``down`` are a tensor each, (experts, outputs, inputs). ``shared`` is
+    what comes before the shared experts' gate_proj, up_proj and down_proj, or has {} for gate, up and down. ``weight`` and
     ``bias`` end the names of matrices.
     """
 
@@ -33,6 +34,7 @@ class ExpertNames:
     correction_bias: str = "mlp.gate.e_score_correction_bias"
     transposed: bool = False
     interleaved: bool = False
+    stacked: bool = False
     weight: str = ".weight"
     bias: str = ".bias"
 
@@ -40,7 +42,8 @@ class ExpertNames:
         """(name, outputs) of the modules of shared experts, or of one of those that are chosen."""
         if matrix.copies > 1:
             return tuple((getattr(self, part).format(0), n) for part, n in matrix.packed or (("down", matrix.n),))
-        return tuple((f"{self.shared}.{part.removeprefix('shared_')}_proj", n) for part, n in matrix.parts)
+        form = self.shared if "{}" in self.shared else f"{self.shared}.{{}}_proj"
+        return tuple((form.format(part.removeprefix("shared_")), n) for part, n in matrix.parts)
 
     def parts(self, matrix: Matrix, kind: str) -> tuple[tuple[str, int], ...]:
         """(name, rows) of each tensor that holds a part of ``matrix``'s weight or bias, in the order of its rows."""
@@ -53,6 +56,8 @@ class ExpertNames:
             name = self.down if matrix.name == "expert_down" else self.gate_up
             return ((name + ending, matrix.rows),)
         each = matrix.packed or (("down", matrix.n),)
+        if self.stacked:
+            return tuple((getattr(self, part) + ending, matrix.copies * n) for part, n in each)
         return tuple((getattr(self, part).format(i) + ending, n) for i in range(matrix.copies) for part, n in each)
 
 
@@ -239,7 +244,8 @@ class Entry:
     ``by_group`` (groups, heads of a group): its rows, heads of equal size, are stored group by group and held by place in the
     group: first all but the last two heads of every group, then the last but one of each, then the last.
 
-    ``copies``: the one part is a tensor of so many matrices, whose rows are held one after another. With ``interleaved`` the
+    ``copies``: each part is a tensor of so many matrices, whose rows are held one after another, a matrix's of all parts
+    together. With ``interleaved`` the
     rows of a matrix are stored by turns of its first and its second half.
     """
 
@@ -306,7 +312,7 @@ def _of_matrix(matrix: Matrix, names: WeightNames, ours: str, theirs: str, by_gr
 
 def _of_experts(matrix: Matrix, names: ExpertNames, ours: str, theirs: str) -> Iterator[Entry]:
     """Experts, shared ones, or what chooses among them."""
-    together = matrix.copies > 1 and names.gate_up != ""
+    together = matrix.copies > 1 and (names.gate_up != "" or names.stacked)
     for kind, columns in _kinds(matrix):
         stored = tuple(Part(f"{theirs}.{name}", rows) for name, rows in names.parts(matrix, kind))
         is_weight = kind == "weight"
