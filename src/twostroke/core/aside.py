@@ -81,6 +81,17 @@ def directory_beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def file_beside(target: Path) -> Iterator[Path]:
+    """``with file_beside(target) as aside``: as ``written_file``, for a writer that opens a path itself. Raises OSError."""
+    with directory_beside(target) as folder:
+        aside = folder / target.name
+        yield aside
+        flush_to_disk(aside)
+        os.replace(aside, target)
+        flush_to_disk(target.parent)
+
+
 def take_place(aside: Path, target: Path) -> None:
     """Rename the directory ``aside`` to ``target`` and remove the one that was there; of a link there, the link."""
     before = _new_name(target)  # under which a kill leaves what the next writer removes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from twostroke.core.aside import directory_beside, flush_to_disk
+from twostroke.core.aside import file_beside
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
@@ -92,11 +92,8 @@ def export_model(
     model = ExportSource(found, spec, state, tokenizer_directory(found, base), importance)
     if row.suffix:
         out = Path(os.path.abspath(out))
-        with directory_beside(out) as aside:
-            notes += write(model, aside / out.name, chosen)
-            flush_to_disk(aside / out.name)
-            os.replace(aside / out.name, out)
-            flush_to_disk(out.parent)
+        with file_beside(out) as aside:
+            notes += write(model, aside, chosen)
         n_bytes = out.stat().st_size
     else:
         with written_aside(out) as aside:

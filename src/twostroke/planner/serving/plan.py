@@ -244,14 +244,16 @@ class ServingPlan:
 
 
 def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Strategy:
-    """The engine whose steps are planned. Our own computes on the CPU, on one device, dense models of equal layers; where that
-    was calibrated it is the native engine, or the torch runner on a machine without it."""
+    """The engine whose steps are planned. Our own computes on the CPU, on one device; where that was calibrated it is the native
+    engine, or on a machine without it the torch runner, whose steps are known of dense models with equal layers."""
     if shape.engine == LLAMA_CPP and hardware.basis == "datasheet":
         return LlamaCpp(spec, shape, hardware)
-    plain = spec.moe is None and spec.mla is None and spec.global_attention is None
-    if not (hardware.is_calibrated_cpu and plain and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)):
+    ours = hardware.is_calibrated_cpu and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)
+    if not ours or spec.global_attention is not None or spec.indexer is not None:
         return Datasheet(spec, shape, hardware)
-    return Native(spec, shape, hardware) if hardware.runs_natively else TorchRunner(spec, shape, hardware)
+    if hardware.runs_natively:
+        return Native(spec, shape, hardware)
+    return TorchRunner(spec, shape, hardware) if spec.moe is None and spec.mla is None else Datasheet(spec, shape, hardware)
 
 
 def served_schemes(hardware: Hardware) -> tuple[str, ...]:
