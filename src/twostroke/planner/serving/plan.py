@@ -244,8 +244,8 @@ class ServingPlan:
 
 
 def strategy_of(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Strategy:
-    """The engine whose steps are planned. Our own computes on the CPU, on one device; where that was calibrated it is the native
-    engine, or on a machine without it the torch runner, whose steps are known of dense models with equal layers."""
+    """The engine whose steps are planned. Our own computes on the CPU, on one device; where that was calibrated it is the
+    native engine, or on a machine without it the torch runner, whose steps are known of dense models with equal layers."""
     if shape.engine == LLAMA_CPP and hardware.basis == "datasheet":
         return LlamaCpp(spec, shape, hardware)
     ours = hardware.is_calibrated_cpu and shape.placement.devices == 1 and shape.scheme in served_schemes(hardware)
