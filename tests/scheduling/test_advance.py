@@ -28,7 +28,8 @@ def drawn(seed: int, n: int) -> list[Request]:
 
 
 def state(scheduler: Scheduler) -> object:
-    rows = [(r.id, r.n_computed, len(r.tokens), len(r.pages), r.account and r.account.served) for r in scheduler.decoding]
+    """Which pages and slots each has shows in which order they were given back."""
+    rows = [(r.id, r.n_computed, len(r.tokens), r.pages, r.slot, r.account and r.account.served) for r in scheduler.decoding]
     pool = scheduler.pool
     return rows, scheduler.n_waiting, pool.n_used, pool.n_cached, scheduler.n_preemptions, scheduler.n_prefix_hit_tokens
 

@@ -312,13 +312,13 @@ class Scheduler:
                     self._free_pages_before_window(request, window)
             assert request.account is not None
             request.account.served += n_steps * OUTPUT_WEIGHT
-            if len(request.tokens) >= request.limit:
+            if len(request.tokens) >= request.limit:  # its pages become free before the next request's, as in ``update``
+                self._finish(request, "length")
                 ended.append(request)
         self._n_steps += n_steps
-        for request in ended:
-            self._finish(request, "length")
-            del self.requests[request.id]
         if ended:
+            for request in ended:
+                del self.requests[request.id]
             self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
         return ended
 
