@@ -28,10 +28,11 @@ def drawn(seed: int, n: int) -> list[Request]:
 
 
 def state(scheduler: Scheduler) -> object:
-    """Which pages and slots each has shows in which order they were given back."""
-    rows = [(r.id, r.n_computed, len(r.tokens), r.pages, r.slot, r.account and r.account.served) for r in scheduler.decoding]
+    """With it, what would be evicted first: ended requests give their pages back in turn."""
+    rows = [(r.id, r.n_computed, len(r.tokens), len(r.pages), r.slot, r.account and r.account.served) for r in scheduler.decoding]
     pool = scheduler.pool
-    return rows, scheduler.n_waiting, pool.n_used, pool.n_cached, scheduler.n_preemptions, scheduler.n_prefix_hit_tokens
+    oldest_first = [pool.tree._entry_of[page] for page in pool._cached]
+    return rows, oldest_first, scheduler.n_waiting, pool.n_used, scheduler.n_preemptions, scheduler.n_prefix_hit_tokens
 
 
 def one_step(scheduler: Scheduler) -> list[Request]:
@@ -40,7 +41,7 @@ def one_step(scheduler: Scheduler) -> list[Request]:
 
 
 @given(st.integers(0, 10**6), st.integers(18, 60), st.sampled_from((None, 8, 40)), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_advancing_equals_so_many_rounds_of_schedule_and_update(
     seed: int, n_pages: int, window: int | None, prefix_cache: bool
 ) -> None:
