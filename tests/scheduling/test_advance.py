@@ -29,7 +29,9 @@ def drawn(seed: int, n: int) -> list[Request]:
 
 def state(scheduler: Scheduler) -> object:
     """With it, what would be evicted first: ended requests give their pages back in turn."""
-    rows = [(r.id, r.n_computed, len(r.tokens), len(r.pages), r.slot, r.account and r.account.served) for r in scheduler.decoding]
+    rows = [
+        (r.id, r.n_computed, len(r.tokens), len(r.pages), r.slot, r.account and r.account.served) for r in scheduler.decoding
+    ]
     pool = scheduler.pool
     oldest_first = [pool.tree._entry_of[page] for page in pool._cached]
     return rows, oldest_first, scheduler.n_waiting, pool.n_used, scheduler.n_preemptions, scheduler.n_prefix_hit_tokens
