@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
+from typing import Any
 
 from twostroke.core.families import FAMILIES, PLANNED_FAMILIES, Family
 from twostroke.core.families.registry import REFUSED
@@ -20,6 +23,21 @@ Each is one decoder's features, never code of its own in an engine. On small ran
 preempted. Where families differ in sizes alone, one stands for them in the last two. Most are read from GGUF too (`gguf.md`).
 
 """
+_PARITY = """
+## Agreement with transformers
+
+Measured by `python tests/parity.py`, which writes `docs/parity.json` from the same models and functions as those tests; then
+`make docs`. Small random models of every family and of its variants (cases), fp32, on {processor}, torch {torch}, transformers
+{transformers}. Errors are the largest difference of a logit by the largest logit, of all cases; the bound is {bound:g}. The two
+runners compute the first half of two texts in chunks and decode the rest, in one batch.
+
+The other columns count greedy answers of 24 tokens that are those of transformers' `generate`, of all: one request alone; in a
+mixed batch of small steps; of those the prompts computed in chunks; the same prompts again, when prefixes are found. Logits
+closer than {tie:g} are a tie. `dynamic` and `longrope` cases count for the decoder alone (see Rotary positions).
+
+| model_type | cases | decoder | torch runner | native step | alone | mixed batch | in chunks | prefix hits |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
+"""
 _PLANNED = """
 ## Planned only
 
@@ -36,6 +54,17 @@ def _table(families: dict[str, Family]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _agreement() -> str:
+    measured: dict[str, Any] = json.loads(Path(__file__).with_name("parity.json").read_text())
+    lines = [_PARITY.format(**measured, **measured["versions"])]
+    for name in FAMILIES:
+        row = measured["families"][name]
+        errors = " | ".join(f"{row['errors'][of]:.1e}" for of in ("decoder", "torch", "native"))
+        answers = " | ".join("{} of {}".format(*row["tokens"][way]) for way in ("alone", "mixed", "chunked", "prefix_hit"))
+        lines.append(f"| `{name}` | {row['cases']} | {errors} | {answers} |\n")
+    return "".join(lines)
+
+
 def page() -> str:
     """The whole page."""
     refused = ", ".join(f"`{name}`" for name in REFUSED)
@@ -48,5 +77,5 @@ of a head alone, neighbours instead of halves, layers without positions, angles 
 The engine chooses `longrope`'s factors and `dynamic`'s base once, by its longest context (`--max-model-len`), as vLLM does;
 transformers chooses them anew for each length.
 """
-    tables = _HEAD + _table(FAMILIES) + _PLANNED + _table(PLANNED_FAMILIES)
+    tables = _HEAD + _table(FAMILIES) + _agreement() + _PLANNED + _table(PLANNED_FAMILIES)
     return f"{tables}{rotary}\n## Refused\n\nNo decoder-only transformers: {refused}.\n"

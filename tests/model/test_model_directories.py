@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import CASES, TOLERANCE, V, random_tokens, reference_model, relative_error, save_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hf_models import CASES, SAVED_AS, TOLERANCE, V, random_tokens, reference_model, relative_error, save_reference
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import layout
 from twostroke.core.schemes import SCHEMES
@@ -43,7 +43,7 @@ def reload_in_transformers(directory: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SAVED_AS])
 @torch.no_grad()
 def test_saved_directories_reload_in_transformers_and_here_with_the_same_logits(case: str, tmp_path: Path) -> None:
     theirs = save_reference(case, tmp_path / "theirs")

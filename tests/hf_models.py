@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from twostroke.model.load import load_model
 
 V, T = 211, 40
 TOLERANCE = 1e-4
@@ -240,6 +243,17 @@ CASES: dict[str, dict[str, Any]] = {
         **LATENT,
         **GROUPED,
     },
+    "kimi_k2": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        **LATENT,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "head_dim": 16,
@@ -253,6 +267,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2-untied": {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 70, "activation_function": "gelu"},
 }
 
+SAVED_AS = {"kimi_k2": "kimi_k2"}
+"""The ``model_type`` of a case's checkpoints where transformers reads them as another family."""
+
 
 def reference_model(case: str, seed: int = 0) -> Any:
     """A transformers model whose every parameter matters: biases and norm weights are random too, and matrices large enough
@@ -265,9 +282,10 @@ def reference_model(case: str, seed: int = 0) -> Any:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator))
+                centre = 0.0 if name.endswith("bias") else 1.0
+                parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
             else:
                 parameter.normal_(0.0, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
@@ -279,6 +297,9 @@ def reference_model(case: str, seed: int = 0) -> Any:
 def save_reference(case: str, directory: Path) -> Any:
     model = reference_model(case)
     model.save_pretrained(directory)
+    if case in SAVED_AS:
+        config = json.loads((directory / "config.json").read_text()) | {"model_type": SAVED_AS[case]}
+        (directory / "config.json").write_text(json.dumps(config))
     return model
 
 
@@ -288,3 +309,10 @@ def random_tokens(n_rows: int = 2, n_tokens: int = T, seed: int = 1) -> torch.Te
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@torch.no_grad()
+def decoder_error(theirs: Any, directory: Path) -> float:
+    """Relative error of the decoder of ``directory`` against the transformers model that was saved there."""
+    tokens = random_tokens()
+    return relative_error(load_model(directory)(tokens), theirs(tokens).logits)
