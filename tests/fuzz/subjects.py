@@ -166,7 +166,8 @@ def anywhere(content: bytes, rng: random.Random) -> bytes:
 
 
 PUBLISHED = (
-    "gptq-4-64-v2-asym", "gptq-4-act-order", "awq-32", "ct-w4-64-asym", "ct-nvfp4", "ct-fp8-block", "mxfp4", "bnb-nf4-nested",
+    "gptq-4-64-v2-asym", "gptq-4-act-order", "awq-32", "ct-w4-64-asym", "ct-int8-asym", "ct-nvfp4", "ct-fp8-block", "fp8-block",
+    "fp8-tensor", "mxfp4", "bnb-nf4-nested", "bnb-int8",
 )  # fmt: skip
 
 
