@@ -93,6 +93,9 @@ def test_what_llama_cpp_computes_otherwise_is_noted(tmp_path: Path) -> None:
     notes = write_gguf(ExportSource(tmp_path / "m", spec, state, None, weighed), tmp_path / "m.gguf", "Q4_K_M")
     assert any("without compressed queries" in note for note in notes)
     assert any("two best scores" in note for note in notes)
+    reference_model("olmoe", **(SIZES | CASES["olmoe"][3] | {"num_key_value_heads": 2})).save_pretrained(tmp_path / "o")
+    notes = export_model(tmp_path / "o", tmp_path / "o.gguf", precision="F16", to="gguf").notes
+    assert any("key heads are fewer than query heads" in note for note in notes)
     kept = read_gguf(tmp_path / "m.gguf", "fp32").state["blocks.0.attn.kv_b.weight"]
     assert float((kept - state["blocks.0.attn.kv_b.weight"]).norm() / state["blocks.0.attn.kv_b.weight"].norm()) < 0.1
 

@@ -110,6 +110,8 @@ class _Plan:
 
     def notes(self) -> Iterator[str]:
         moe = self.spec.moe
+        if self.row.architecture == "olmoe" and self.spec.n_kv_heads < self.spec.n_heads:
+            yield "llama.cpp does not open this architecture where key heads are fewer than query heads."
         if self.spec.mla is not None and self.spec.mla.q_lora_rank is None and self.spec.n_layers not in LITE_LAYERS:
             yield "llama.cpp opens models of this architecture without compressed queries at 26 or 27 layers alone."
         if moe is not None and moe.n_groups > 1 and not moe.correction_bias:
