@@ -82,6 +82,8 @@ def _changes(row: GgufFamily) -> str:
         found.append(f"windows by the file's pattern, else in all layers but every {_ORDINALS[row.window_period]}")
     if row.windowed_theta is not None:
         found.append("windowed layers have angles of their own")
+    if row.scores_stretched:
+        found.append("keys and values of the latent from a tensor each, or from one in older files")
     return "; ".join(found)
 
 

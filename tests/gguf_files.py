@@ -71,6 +71,9 @@ def reference_model(model_type: str = "llama", **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     spread = 1.6 / config.hidden_size**0.5
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.3 * torch.randn(parameter.shape, generator=generator))
@@ -128,21 +131,26 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 @torch.no_grad()
-def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_name: str = "F32") -> None:
-    """Matrices as ``type_name``, vectors as F32. The matrices of ``model`` become the numbers that the file holds."""
+def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_name: str = "F32", joined: bool = False) -> None:
+    """Matrices as ``type_name``, vectors as F32; with ``joined`` keys and values of a latent in one tensor. The matrices of
+    ``model`` become the numbers that the file holds."""
     config = model.config
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     kind = gguf.GGMLQuantizationType[type_name]
     written = set()
     for stored, parameter in model.state_dict().items():
-        if any(part in stored for part in ("experts.gate_up_proj", "experts.down_proj", "input_linear", "output_linear")):
+        if any(part in stored for part in (".experts.gate_up_proj", ".experts.down_proj", "input_linear", "output_linear")):
             _add_experts(writer, stored, parameter, type_name)
             continue
         if stored.endswith("sinks"):
             writer.add_tensor(f"blk.{stored.split('.')[2]}.attn_sinks.weight", parameter.numpy())
             continue
-        named = stored.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")  # as it is published
+        if stored.endswith("kv_b_proj.weight") and not joined:
+            _add_keys_and_values(writer, stored, parameter, config, type_name)
+            continue
+        named = stored.replace("e_score_correction_bias", "e_score_correction.bias")
+        named = named.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")  # as it is published
         name = names.get_name(named, try_suffixes=(".weight", ".bias"))
         if parameter.data_ptr() in written or name is None:  # a tied head; a buffer of angles
             continue
@@ -160,6 +168,17 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, architecture: str, type_nam
         raw, values = quantised(np.ascontiguousarray(array), type_name)
         parameter.copy_(torch.from_numpy(values.T if transposed else values))
         writer.add_tensor(name, np.ascontiguousarray(raw[order]), raw_dtype=kind)
+
+
+def _add_keys_and_values(writer: gguf.GGUFWriter, stored: str, parameter: torch.Tensor, config: Any, type_name: str) -> None:
+    """Of a latent: two tensors of every head's matrices, those of the keys transposed."""
+    heads = parameter.numpy().reshape(config.num_attention_heads, -1, config.kv_lora_rank)  # a view
+    nope, kind = config.qk_nope_head_dim, gguf.GGMLQuantizationType[type_name]
+    for name, part in (("k", heads[:, :nope].swapaxes(1, 2)), ("v", heads[:, nope:])):
+        raw, values = quantised(np.ascontiguousarray(part).reshape(-1, part.shape[-1]), type_name)
+        part[:] = values.reshape(part.shape)
+        tensor = raw.reshape(*part.shape[:2], -1)
+        writer.add_tensor(f"blk.{stored.split('.')[2]}.attn_{name}_b.weight", tensor, raw_dtype=kind)
 
 
 def _add_experts(writer: gguf.GGUFWriter, stored: str, parameter: torch.Tensor, type_name: str) -> None:

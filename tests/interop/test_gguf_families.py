@@ -116,6 +116,56 @@ def experts(w: gguf.GGUFWriter, c: Any) -> None:
         w.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
 
 
+def routed(w: gguf.GGUFWriter, c: Any) -> None:
+    w.add_expert_count(c.n_routed_experts)
+    w.add_expert_used_count(c.num_experts_per_tok)
+    w.add_expert_feed_forward_length(c.moe_intermediate_size)
+    w.add_expert_shared_count(c.n_shared_experts)
+    w.add_leading_dense_block_count(c.first_k_dense_replace)
+    w.add_expert_weights_scale(c.routed_scaling_factor)
+    w.add_expert_weights_norm(c.norm_topk_prob)
+    w.add_expert_group_count(c.n_group)
+    w.add_expert_group_used_count(c.topk_group)
+
+
+def glm4moe(w: gguf.GGUFWriter, c: Any) -> None:
+    routed(w, c)
+    w.add_rope_dimension_count(32)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def joined(w: gguf.GGUFWriter, c: Any) -> None:
+    routed(w, c)
+    w.add_rope_dimension_count(c.qk_rope_head_dim)
+    w.add_kv_lora_rank(c.kv_lora_rank)
+    w.add_key_length(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    w.add_value_length(c.v_head_dim)
+    if c.q_lora_rank:
+        w.add_q_lora_rank(c.q_lora_rank)
+
+
+def by_head(w: gguf.GGUFWriter, c: Any) -> None:
+    joined(w, c)
+    w.add_head_count_kv(1)
+    w.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+    w.add_value_length(c.kv_lora_rank)
+    w.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    w.add_value_length_mla(c.v_head_dim)
+    if c.model_type == "deepseek_v3":
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        yarn(w, c)
+        w.add_rope_scaling_yarn_log_mul(0.1 * c.rope_parameters["mscale_all_dim"])
+
+
+ROUTED = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "n_shared_experts": 2,
+}  # fmt: skip
+LATENT = ROUTED | {
+    "head_dim": 16, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 64,
+}  # fmt: skip
+V2 = {"norm_topk_prob": False, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None}
 QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
@@ -171,6 +221,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], Extra]] = {
     "gpt-oss": ("gpt-oss", "gpt_oss", "MXFP4", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": YARN | {"truncate": False}},
         experts),
+    "glm4moe": ("glm4moe", "glm4_moe", "Q4_K", ROUTED | {"use_qk_norm": True, "attention_bias": True}, glm4moe),
+    "deepseek_v2": ("deepseek2", "deepseek_v2", "Q8_0", LATENT | V2, by_head),
+    "deepseek_v2-groups": ("deepseek2", "deepseek_v2", "Q4_0", LATENT | V2 | {
+        "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "q_lora_rank": 256}, by_head),
+    "deepseek_v2-joined": ("deepseek2", "deepseek_v2", "Q5_K", LATENT | V2, joined),
+    "deepseek_v3": ("deepseek2", "deepseek_v3", "Q5_0", LATENT | {
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}, by_head),
     "starcoder": ("starcoder", "gpt_bigcode", "Q5_K", GPT2 | {"num_key_value_heads": 1}, nothing),
 }  # fmt: skip
 """(architecture, model_type, type of the matrices, config, further metadata)."""
@@ -183,7 +240,7 @@ def write(path: Path, case: str, add: Callable[[gguf.GGUFWriter], object] = lamb
     writer = new_writer(path, architecture, model.config, skip)
     extra(writer, model.config)
     add(writer)
-    add_tensors(writer, model, architecture, type_name)
+    add_tensors(writer, model, architecture, type_name, extra is joined)
     finish(writer)
     return model
 
@@ -257,6 +314,36 @@ def sentence(tmp_path: Path, case: str, add: Callable[[gguf.GGUFWriter], object]
 )
 def test_what_is_not_read_is_named(case: str, add: Callable[[gguf.GGUFWriter], object], said: str, tmp_path: Path) -> None:
     assert said in sentence(tmp_path, case, add)
+
+
+@pytest.mark.parametrize(
+    ("case", "add", "said"),
+    [
+        ("glm4moe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1 is not read"),
+        ("deepseek_v3", lambda w: w.add_uint32("deepseek2.expert_gating_func", 4), "expert_gating_func=4 is not read"),
+        ("deepseek_v3", lambda w: w.add_expert_count(0), "without experts"),
+        ("deepseek_v3", lambda w: w.add_rope_dimension_count(48), "rope.dimension_count=48 must be"),
+        ("deepseek_v3", lambda w: w.add_float32("deepseek2.attention.temperature_scale", 0.1), "temperature_scale is not read"),
+        ("deepseek_v3", lambda w: w.add_rope_scaling_yarn_log_mul(0.0), "yarn_log_multiplier must be above 0"),
+        ("deepseek_v3", lambda w: w.add_nextn_predict_layers(3), "n_layers=0 must be"),
+    ],
+)
+def test_what_of_routers_and_latents_is_not_read_is_named(
+    case: str, add: Callable[[gguf.GGUFWriter], object], said: str, tmp_path: Path
+) -> None:
+    assert said in sentence(tmp_path, case, add)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    def further(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(4)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.3.nextn.eh_proj.weight", np.zeros((256, 512), np.float32))
+
+    write(tmp_path / "m.gguf", "glm4moe", further)
+    source = read_gguf(tmp_path / "m.gguf")
+    assert source.spec.n_layers == 3
+    assert "1 multi-token-prediction layer(s) are left out" in source.notes
 
 
 def test_falcons_with_one_norm_and_starcoders_with_many_key_heads_are_refused(tmp_path: Path) -> None:

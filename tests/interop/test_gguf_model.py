@@ -164,8 +164,8 @@ def test_other_architectures_and_partial_rotation_are_refused_by_name(tmp_path: 
     model = reference_model("llama")
     with pytest.raises(UnsupportedFamilyError, match=r"'internlm2'.*Read are llama, qwen2, qwen3"):
         read_gguf(write(tmp_path / "a.gguf", model, "internlm2"))
-    with pytest.raises(UnsupportedFamilyError, match=r"'glm4moe'.*mixture of experts"):
-        read_gguf(write(tmp_path / "a.gguf", model, "glm4moe"))
+    with pytest.raises(UnsupportedFamilyError, match=r"'phimoe'.*mixture of experts"):
+        read_gguf(write(tmp_path / "a.gguf", model, "phimoe"))
     with pytest.raises(UnsupportedFamilyError, match="mixture of experts"):
         read_gguf(write(tmp_path / "b.gguf", model, "qwen2", add=lambda w: w.add_uint32("qwen2.expert_count", 8)))
     with pytest.raises(ConfigError, match="partial rotary positions in this family"):

@@ -20,7 +20,9 @@ from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, InputError, UnsupportedFamilyError
 from twostroke.core.spec import Departures, ModelSpec, RopeSpec
 from twostroke.interop.export_model import export_model
+from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.gguf import GgufFile
+from twostroke.interop.gguf_export import write_gguf
 from twostroke.interop.gguf_mixes import PRECISIONS
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.gguf_vocabulary import vocabulary
@@ -80,6 +82,22 @@ def test_every_precision_comes_back_within_its_error(precision: str, tmp_path: P
     for name, tensor in state.items():
         bound = next(value for start, value in error.items() if precision.startswith(start)) if tensor.dim() > 1 else 0.0
         assert float((source.state[name] - tensor).norm()) <= bound * float(tensor.norm()), name
+
+
+def test_what_llama_cpp_computes_otherwise_is_noted(tmp_path: Path) -> None:
+    """Quantised by importance too: keys' matrices, whose rows are no inputs, are not weighed."""
+    changes = SIZES | CASES["deepseek_v2-groups"][3] | {"q_lora_rank": None, "num_hidden_layers": 2}
+    reference_model("deepseek_v2", **changes).save_pretrained(tmp_path / "m")
+    spec, state = load_state(tmp_path / "m")
+    weighed = {name: torch.ones(tensor.shape[-1]) for name, tensor in state.items() if tensor.dim() > 1}
+    notes = write_gguf(ExportSource(tmp_path / "m", spec, state, None, weighed), tmp_path / "m.gguf", "Q4_K_M")
+    assert any("without compressed queries" in note for note in notes)
+    assert any("two best scores" in note for note in notes)
+    reference_model("olmoe", **(SIZES | CASES["olmoe"][3] | {"num_key_value_heads": 2})).save_pretrained(tmp_path / "o")
+    notes = export_model(tmp_path / "o", tmp_path / "o.gguf", precision="F16", to="gguf").notes
+    assert any("key heads are fewer than query heads" in note for note in notes)
+    kept = read_gguf(tmp_path / "m.gguf", "fp32").state["blocks.0.attn.kv_b.weight"]
+    assert float((kept - state["blocks.0.attn.kv_b.weight"]).norm() / state["blocks.0.attn.kv_b.weight"].norm()) < 0.1
 
 
 def test_threads_do_not_change_a_file(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def write_gguf(source: ExportSource, out: Path, precision: str) -> tuple[str, ..
 
 WINDOWLESS = ("llama", "phi3")
 """Architectures whose windows llama.cpp leaves out."""
+LITE_LAYERS = (26, 27)
+"""How many layers tell llama.cpp that a DeepSeek model does not compress its queries."""
 
 
 class _Plan:
@@ -98,14 +100,22 @@ class _Plan:
             tensor = state[entry.canonical]
             if self.spec.departures.norm_offset and entry.canonical.endswith("norm.weight"):
                 tensor = tensor.float() + 1
-            for name, part in write_entry(entry, tensor):
+            weighed = self.importance.get(entry.canonical)
+            for place, (name, part) in zip(entry.parts, write_entry(entry, tensor), strict=True):
                 stored = next(rows)
                 stem = name.rsplit(".", 2)[-2]
                 if stem in self.heads:
                     part = pairs_from_halves(part, self.heads[stem])
-                yield stored, encode(stored.kind, part, self.importance.get(entry.canonical))
+                yield stored, encode(stored.kind, part, None if entry.turns(place) else weighed)
 
     def notes(self) -> Iterator[str]:
+        moe = self.spec.moe
+        if self.row.architecture == "olmoe" and self.spec.n_kv_heads < self.spec.n_heads:
+            yield "llama.cpp does not open this architecture where key heads are fewer than query heads."
+        if self.spec.mla is not None and self.spec.mla.q_lora_rank is None and self.spec.n_layers not in LITE_LAYERS:
+            yield "llama.cpp opens models of this architecture without compressed queries at 26 or 27 layers alone."
+        if moe is not None and moe.n_groups > 1 and not moe.correction_bias:
+            yield "llama.cpp rates a group of experts by its two best scores, and this model by the best: its logits differ."
         if self.larger:
             counts = ", ".join(f"{count} in {name}" for name, count in Counter(self.larger).most_common())
             yield (

@@ -18,6 +18,7 @@ from twostroke.core.families import spec_from_config
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.weights import ExpertNames, WeightNames
 from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_write import Value
 from twostroke.model.rope import inverse_frequencies
@@ -44,6 +45,14 @@ GGUF_WEIGHTS = WeightNames(
         "attn_post_norm": "post_attention_norm",
         "mlp_post_norm": "post_ffw_norm",
         "sinks": "attn_sinks.weight",
+        "q_a": "attn_q_a",
+        "q_a_norm": "attn_q_a_norm",
+        "q_b": "attn_q_b",
+        "kv_a": "attn_kv_a_mqa",
+        "kv_a_norm": "attn_kv_a_norm",
+        "kv_b": "attn_kv_b",
+        "k_b": "attn_k_b",
+        "v_b": "attn_v_b",
     },
     experts=ExpertNames(
         router="ffn_gate_inp",
@@ -71,22 +80,24 @@ class GgufFamily:
     """One row. Keys of metadata are written without the architecture that they begin with.
 
     ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window, ``expert_family`` for files
-    with experts. ``counts`` are config keys of experts and the metadata key of each, ``constants`` config keys that metadata do
-    not say. ``eps`` is the config's key
-    of the norms' ε. ``numbers``: config keys, the metadata key of each and what stands for a missing one (None: the family's
-    own default). ``present``: config flags that are true where the first layer has a tensor. ``renamed``: the family's spelling
-    of usual keys. ``computed`` makes the remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
+    with experts; ``other_family`` one that ``computed`` may name. ``counts`` are config keys of experts and the metadata key of
+    each, ``constants`` config keys that metadata do not say. ``eps`` is the config's key of the norms' ε. ``numbers``: config
+    keys, the metadata key of each and what stands for a missing one (None: the family's own default). ``present``: config flags
+    that are true where the first layer has a tensor. ``renamed``: the family's spelling of usual keys. ``computed`` makes the
+    remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
-    ``truncates``: the bounds of YaRN's blend are whole dimensions. ``paired``: rows of queries and keys are stored in pairs of
-    neighbours, as the reordered weights of Llama are.
+    ``scores_stretched``: YaRN stretches the scores alone, and a tenth of its factor's weight is in the metadata. ``truncates``:
+    the bounds of YaRN's blend are whole dimensions. ``paired``: rows of queries and keys are stored in pairs of neighbours, as
+    the reordered weights of Llama are.
     """
 
     architecture: str
     family: str
     windowed_family: str = ""
     expert_family: str = ""
+    other_family: str = ""
     counts: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     weights: WeightNames = GGUF_WEIGHTS
@@ -99,13 +110,14 @@ class GgufFamily:
     window_period: int | None = None
     window: int = 0
     windowed_theta: float | None = None
+    scores_stretched: bool = False
     truncates: bool = True
     paired: bool = False
 
     @property
     def families(self) -> tuple[str, ...]:
         """Every ``model_type`` that a file may become."""
-        return tuple(name for name in (self.family, self.windowed_family, self.expert_family) if name)
+        return tuple(name for name in (self.family, self.windowed_family, self.expert_family, self.other_family) if name)
 
     def heads(self, spec: ModelSpec) -> dict[str, int]:
         """Names of tensors whose rows are stored in pairs, and how many heads each has."""
@@ -140,6 +152,90 @@ def _stablelm_branches(metadata: Metadata, config: dict[str, Any]) -> dict[str, 
     return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in metadata.file.tensors}
 
 
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions that make shares of a router's scores."""
+
+
+def _routing(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What the routers of DeepSeek and GLM do beside counts; without groups where a file names none, as in llama.cpp."""
+    a = metadata.text("general.architecture")
+    if not metadata.integer(f"{a}.expert_count", 0):
+        raise ConfigError(f"{a} without experts is not read from GGUF.")
+    return {
+        "routed_scaling_factor": metadata.number(f"{a}.expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": metadata.flag(f"{a}.expert_weights_norm", False),
+        "n_group": metadata.integer(f"{a}.expert_group_count", 1) or 1,
+        "topk_group": metadata.integer(f"{a}.expert_group_used_count", 1) or 1,
+    }
+
+
+def _glm_routing(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    function = metadata.integer("glm4moe.expert_gating_func", _SIGMOID)
+    if function not in (0, _SIGMOID):
+        raise ConfigError(f"glm4moe.expert_gating_func={function} is not read from GGUF; it must be {_SIGMOID}, sigmoid.")
+    return _routing(metadata, config)
+
+
+def _routing_fields(spec: ModelSpec) -> dict[str, Value]:
+    assert spec.moe is not None
+    moe = spec.moe
+    groups: dict[str, Value] = {"expert_group_count": moe.n_groups, "expert_group_used_count": moe.top_groups}
+    return (groups if moe.n_groups > 1 else {}) | {
+        "expert_weights_scale": moe.share_scale,
+        "expert_weights_norm": moe.normalised,
+        "expert_gating_func": _SIGMOID if moe.scores == "sigmoid" else _SOFTMAX,
+    }
+
+
+def _deepseek(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3 by its sigmoid, else V2. Files whose keys are one head name a head's sizes under keys of their own."""
+    prefix = "deepseek2.attention."
+    for name in ("temperature_length", "temperature_scale"):
+        if f"{prefix}{name}" in metadata:
+            raise ConfigError(f"{prefix}{name} is not read from GGUF.")
+    function = metadata.integer("deepseek2.expert_gating_func", _SOFTMAX) or _SOFTMAX
+    if function not in (_SOFTMAX, _SIGMOID):
+        raise ConfigError(
+            f"deepseek2.expert_gating_func={function} is not read from GGUF; it must be 1 (softmax) or 2 (sigmoid)."
+        )
+    ending = "_mla" if f"{prefix}key_length_mla" in metadata else ""
+    turned, keys = metadata.integer("deepseek2.rope.dimension_count"), metadata.integer(f"{prefix}key_length{ending}")
+    if not 0 < turned < keys:
+        raise CorruptFileError(
+            f"{metadata.file.path}: metadata deepseek2.rope.dimension_count={turned} must be at least 1 and below the {keys} "
+            "numbers of a key."
+        )
+    routing = _routing(metadata, config)
+    return routing | {
+        "model_type": "deepseek_v2" if function == _SOFTMAX else "deepseek_v3",
+        "topk_method": "group_limited_greedy" if routing["n_group"] > 1 else "greedy",
+        "q_lora_rank": metadata.integer(f"{prefix}q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.integer(f"{prefix}kv_lora_rank"),
+        "qk_nope_head_dim": keys - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": metadata.integer(f"{prefix}value_length{ending}"),
+    }
+
+
+def _deepseek_fields(spec: ModelSpec) -> dict[str, Value]:
+    """As llama.cpp's converter writes them: keys and values of one head, the latent's, and a head's own sizes beside them."""
+    assert spec.mla is not None
+    mla = spec.mla
+    queries: dict[str, Value] = {} if mla.q_lora_rank is None else {"attention.q_lora_rank": mla.q_lora_rank}
+    return (
+        _routing_fields(spec)
+        | queries
+        | {
+            "attention.kv_lora_rank": mla.kv_lora_rank,
+            "attention.head_count_kv": 1,
+            "attention.key_length": mla.kv_lora_rank + mla.qk_rope_dim,
+            "attention.value_length": mla.kv_lora_rank,
+            "attention.key_length_mla": mla.qk_nope_dim + mla.qk_rope_dim,
+            "attention.value_length_mla": mla.v_dim,
+        }
+    )
+
+
 _BIASES = {"attention_bias": "attn_q.bias"}
 _LLAMA_BIASES = _BIASES | {"mlp_bias": "ffn_down.bias"}
 _LOGIT_CAP = {"final_logit_softcapping": ("final_logit_softcapping", None)}
@@ -154,6 +250,10 @@ _GPT2_KEYS = {
 _EXPERTS_OF_A_TOKEN = {"num_experts_per_tok": "expert_used_count"}
 _LOCAL_EXPERTS = _EXPERTS_OF_A_TOKEN | {"num_local_experts": "expert_count"}
 _QWEN_EXPERTS = _EXPERTS_OF_A_TOKEN | {"num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length"}
+_ROUTED_EXPERTS = _EXPERTS_OF_A_TOKEN | {
+    "n_routed_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count",
+}  # fmt: skip
 _GRANITE: dict[str, tuple[str, float | None]] = {
     "logits_scaling": ("logit_scale", 1.0), "embedding_multiplier": ("embedding_scale", 1.0),
     "residual_multiplier": ("residual_scale", 1.0),
@@ -197,6 +297,14 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
         GgufFamily(
             "olmoe", "olmoe", present=_BIASES, counts=_EXPERTS_OF_A_TOKEN | {"num_experts": "expert_count"},
             constants={"norm_topk_prob": False},
+        ),
+        GgufFamily(
+            "glm4moe", "glm4_moe", weights=_with_names(mlp_norm="post_attention_norm"), counts=_ROUTED_EXPERTS,
+            present=_BIASES | {"use_qk_norm": "attn_q_norm.weight"}, computed=_glm_routing, fields=_routing_fields,
+        ),
+        GgufFamily(
+            "deepseek2", "deepseek_v2", other_family="deepseek_v3", counts=_ROUTED_EXPERTS, computed=_deepseek,
+            fields=_deepseek_fields, scores_stretched=True,
         ),
         GgufFamily(
             "gpt-oss", "gpt_oss", weights=_with_names(mlp_norm="post_attention_norm"), window_period=2, window=128,
@@ -253,7 +361,7 @@ _EXPERTS = "a mixture of experts, which is not read from GGUF"
 _RECURRENT = "recurrent layers, which are not built here"
 REFUSED_ARCHITECTURES: dict[str, str] = {
     **dict.fromkeys(
-        ("deepseek", "deepseek2", "glm4moe", "phimoe", "dbrx", "grok",
+        ("deepseek", "phimoe", "dbrx", "grok",
          "ernie4_5-moe", "minimax-m2", "bailingmoe", "bailingmoe2", "llama4", "hunyuan-moe", "exaone-moe", "arctic"), _EXPERTS,
     ),
     **dict.fromkeys(("mamba", "mamba2", "rwkv6", "rwkv7", "jamba", "qwen3next", "granitehybrid", "falcon-h1", "nemotron_h",
@@ -277,6 +385,13 @@ def row_of(metadata: Metadata) -> GgufFamily:
         f"{path} has the architecture {architecture!r:.50}, which is not read from GGUF{': ' if reason else ''}{reason}. "
         f"Read are {', '.join(GGUF_FAMILIES)}."
     )
+
+
+def names_in(row: GgufFamily, file: GgufFile) -> WeightNames:
+    """How ``file`` names its tensors: older files hold the matrices of ``k_b`` and ``v_b`` as one."""
+    joined = "k_b" in row.weights.block and f"blk.0.{row.weights.block['kv_b']}.weight" in file.tensors
+    block = {part: name for part, name in row.weights.block.items() if not joined or part not in ("k_b", "v_b")}
+    return replace(row.weights, block=block)
 
 
 def spec_of(row: GgufFamily, metadata: Metadata) -> ModelSpec:
@@ -309,7 +424,7 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
     if heads < 1:
         raise CorruptFileError(f"{path}: metadata {a}.attention.head_count={heads} must be at least 1.")
     head_dim = metadata.integer(f"{a}.attention.key_length", max(1, width // heads))
-    if metadata.integer(f"{a}.attention.value_length", head_dim) != head_dim:
+    if metadata.integer(f"{a}.attention.value_length", head_dim) != head_dim and row.computed is not _deepseek:
         raise ConfigError(f"{a}.attention.value_length is not supported unless it equals the head dimension {head_dim}.")
     vocab_size = tensors["token_embd.weight"].shape[0]
     eps_key = "layer_norm_rms_epsilon" if row.eps == "rms_norm_eps" else "layer_norm_epsilon"
@@ -319,7 +434,7 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
         "model_type": row.family,
         "vocab_size": vocab_size,
         "hidden_size": width,
-        "num_hidden_layers": metadata.integer(f"{a}.block_count"),
+        "num_hidden_layers": metadata.integer(f"{a}.block_count") - metadata.integer(f"{a}.nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer(f"{a}.attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -337,7 +452,7 @@ def _config(row: GgufFamily, metadata: Metadata) -> dict[str, Any]:
     }
     if metadata.integer(f"{a}.expert_count", 0):
         config |= {key: metadata.integer(f"{a}.{name}") for key, name in row.counts.items()}
-    if metadata.number(f"{a}.expert_weights_scale", 1.0) not in (0, 1):
+    if row.counts is not _ROUTED_EXPERTS and metadata.number(f"{a}.expert_weights_scale", 1.0) not in (0, 1):
         raise ConfigError(f"{a}.expert_weights_scale is not read from GGUF unless it is 1.")
     for key, (name, missing) in row.numbers.items():
         if missing is not None or f"{a}.{name}" in metadata:
@@ -414,7 +529,7 @@ def _rope(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[s
         }  # fmt: skip
     if kind == "yarn":
         stretched = {"factor": factor, "original_max_position_embeddings": original, "truncate": row.truncates}
-        return theta | stretched | _yarn(metadata, prefix)
+        return theta | stretched | _yarn(row, metadata, prefix)
     if kind not in ("none", "linear"):
         raise ConfigError(
             f"rope scaling {kind!r:.50} is not read from GGUF. Read are none, linear, yarn, longrope and Llama 3's."
@@ -426,7 +541,7 @@ def _rope(row: GgufFamily, metadata: Metadata, config: dict[str, Any]) -> dict[s
     return theta | {"rope_type": "linear", "factor": factor}
 
 
-def _yarn(metadata: Metadata, prefix: str) -> dict[str, Any]:
+def _yarn(row: GgufFamily, metadata: Metadata, prefix: str) -> dict[str, Any]:
     if ROPE_DIVISORS in metadata.file.tensors:
         raise ConfigError(f"{ROPE_DIVISORS} is not read from GGUF beside yarn scaling.")
     if metadata.number(f"{prefix}.scaling.yarn_ext_factor", 1.0) != 1:
@@ -441,6 +556,11 @@ def _yarn(metadata: Metadata, prefix: str) -> dict[str, Any]:
         )
         if f"{prefix}.scaling.{name}" in metadata
     }
+    if row.scores_stretched:
+        weight = float(f"{10 * given.get('mscale_all_dim', 0.0):.7g}")  # a tenth of it is stored
+        if not weight > 0:
+            raise ConfigError(f"{prefix}.scaling.yarn_log_multiplier must be above 0 beside yarn scaling.")
+        return {"rope_type": "yarn"} | given | {"mscale": weight, "mscale_all_dim": weight}
     return {"rope_type": "yarn"} | given | ({"mscale": 1.0} if given.get("mscale_all_dim") else {})
 
 

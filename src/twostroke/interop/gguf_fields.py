@@ -88,7 +88,11 @@ def _rope(row: GgufFamily, spec: ModelSpec) -> dict[str, Value]:
         usual = RopeSpec()
         stretched = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
         # llama.cpp multiplies its own magnitude, the usual one, by attn_factor; yarn_attn_factor is the converters' name.
-        if not math.isclose(rope.magnitude, stretched, rel_tol=1e-6):
+        if row.scores_stretched:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * config_from_spec(spec)["rope_parameters"].get(
+                "mscale_all_dim", 0.0
+            )
+        elif not math.isclose(rope.magnitude, stretched, rel_tol=1e-6):
             found |= {"rope.scaling.yarn_attn_factor": rope.magnitude, "rope.scaling.attn_factor": rope.magnitude / stretched}
         for name in ("beta_fast", "beta_slow"):
             if getattr(rope, name) != getattr(usual, name):

@@ -60,7 +60,7 @@ def _mixed(usual: str, medium: bool) -> Choice:
             if medium:
                 return "Q6_K" if _more_bits(place) else usual
             return "Q5_K" if usual == "Q4_K" and place.layer < 4 else usual
-        if place.name in ("ffn_down", "ffn_down_exps"):
+        if place.name in ("ffn_down", "ffn_down_exps", "ffn_down_shexp"):
             if medium and falcon and usual == "Q4_K":
                 early = place.layer < place.n_layers // 16
                 return "Q6_K" if early else "Q5_K" if _more_bits(place) else usual

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.core.families.experts import prediction_layers_left_out
 from twostroke.core.families.weights import Entry, tensors
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.interop.gguf import GgufFile
-from twostroke.interop.gguf_families import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily, row_of, spec_of
+from twostroke.interop.gguf_families import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily, names_in, row_of, spec_of
 from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_tokenizer import read_tokenizer
 from twostroke.interop.source import SourceModel, halves_from_pairs
@@ -39,13 +41,14 @@ def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
     spec.require_buildable()
     quantised = {info.name: info for info in file.tensors.values() if info.kind.dtype is None}
     read_in = torch.bfloat16 if quantised and dtype in ("auto", "bf16") else torch.float32
-    state = LazyState(_readers(file, row, spec, read_in))
-    tokenizer = read_tokenizer(metadata, spec)
+    n_left_out = metadata.integer(f"{row.architecture}.nextn_predict_layers", 0)
+    state = LazyState(_readers(file, row, spec, read_in, n_left_out))
+    tokenizer, notes = read_tokenizer(metadata, spec), prediction_layers_left_out(n_left_out)
     if quantised:
-        return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file),), auto="bf16")
+        return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file), *notes), auto="bf16")
     types = {info.kind.name for info in file.tensors.values() if len(info.shape) > 1}
     exact = {frozenset(("F16",)): "fp16", frozenset(("BF16",)): "bf16"}.get(frozenset(types), "fp32")
-    return SourceModel("GGUF", spec, state, exact, tokenizer)
+    return SourceModel("GGUF", spec, state, exact, tokenizer, notes)
 
 
 def _what_was_quantised(file: GgufFile) -> str:
@@ -61,8 +64,11 @@ def _what_was_quantised(file: GgufFile) -> str:
     )
 
 
-def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """A reader for each canonical tensor. Raises CorruptFileError for tensors that are missing, misshapen or unknown."""
+def _readers(
+    file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtype, n_left_out: int
+) -> dict[str, Callable[[], Tensor]]:
+    """A reader for each canonical tensor; ``n_left_out`` layers after the last are not read. Raises CorruptFileError for
+    tensors that are missing, misshapen or unknown."""
     used = {ROPE_DIVISORS, *ROPE_FACTORS} if spec.positions == "rope" else set()
     heads = row.heads(spec)
 
@@ -78,7 +84,7 @@ def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtyp
         return tensor
 
     readers: dict[str, Callable[[], Tensor]] = {}
-    for entry in tensors(spec, row.weights):
+    for entry in tensors(spec, names_in(row, file)):
         for part in entry.parts:
             info, shape = file.tensors.get(part.name), entry.stored_shape(part)
             if info is None:
@@ -92,13 +98,20 @@ def _readers(file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtyp
                 )
             used.add(part.name)
         readers[entry.canonical] = partial(read_entry, entry, partial(read, entry))
-    left_over = [name for name in file.tensors if name not in used]
+    ignored = range(spec.n_layers, spec.n_layers + n_left_out)
+    left_over = [name for name in file.tensors if name not in used and _layer_of(name) not in ignored]
     if left_over:
         raise CorruptFileError(
             f"{file.path} holds {len(left_over)} tensor(s) that its metadata does not explain, such as {left_over[0]!r:.80}. "
             "Leaving them out would change what the model computes."
         )
     return readers
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1: none."""
+    found = re.match(r"blk\.([0-9]{1,9})\.", name)
+    return int(found[1]) if found else -1
 
 
 def one_row(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,14 +33,14 @@ def is_recomputed(spec: ModelSpec, name: str) -> bool:
 
 def read_entry(entry: Entry, get: Callable[[str], Tensor]) -> Tensor:
     """The canonical tensor of ``entry`` from stored tensors. A single untransposed part is returned without a copy."""
-    tensors = [get(part.name).mT if entry.transposed else get(part.name) for part in entry.parts]
+    tensors = [get(part.name).mT if entry.turns(part) else get(part.name) for part in entry.parts]
     return held_order(entry, tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=0 if entry.copies == 1 else 1))
 
 
 def write_entry(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(stored name, stored tensor) for each part of ``entry``: the inverse of ``read_entry``."""
     for part, piece in zip(entry.parts, stored_rows(entry, tensor), strict=True):
-        yield part.name, piece.mT if entry.transposed else piece
+        yield part.name, piece.mT if entry.turns(part) else piece
 
 
 def held_order(entry: Entry, tensor: Tensor) -> Tensor:

@@ -66,6 +66,9 @@ class WeightNames:
     """Names on disk. ``block`` has those of a layer's matrices and norms, below the layer: of a matrix as a whole where the
     family packs it alike, else of its parts. ``base`` is what a checkpoint of the bare model leaves out.
 
+    ``block``'s "k_b" and "v_b", where it has them: what makes keys and values of a latent is stored as two tensors, (heads,
+    inputs, outputs) for keys and (heads, outputs, inputs) for values.
+
     ``transposed``: matrices are stored as (inputs, outputs), as GPT-2's Conv1D does. ``qkv_by_group``: the packed projection is
     stored group by group, the queries of a key head, its key and its value.
     """
@@ -231,10 +234,12 @@ GPT_OSS_WEIGHTS = replace(
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor: its name on disk and how many rows of the canonical tensor it holds."""
+    """One stored tensor: its name on disk and how many rows of the canonical tensor it holds. ``transposed``: it is stored with
+    inputs before outputs."""
 
     name: str
     rows: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,9 +263,13 @@ class Entry:
     copies: int = 1
     interleaved: bool = False
 
+    def turns(self, part: Part) -> bool:
+        """Whether a matrix of ``part`` is stored with inputs before outputs."""
+        return self.transposed or part.transposed
+
     def stored_shape(self, part: Part) -> tuple[int, ...]:
         shape = (part.rows // self.copies, *self.shape[1:])
-        shape = shape[::-1] if self.transposed else shape
+        shape = shape[::-1] if self.turns(part) else shape
         return shape if self.copies == 1 else (self.copies, *shape)
 
 
@@ -286,6 +295,8 @@ def tensors(spec: ModelSpec, names: WeightNames) -> Iterator[Entry]:
                 yield _whole(f"{ours}.{part.module}", f"{theirs}.{stored}", part.n)
             elif part.copies > 1 or part.chooses or part.name.startswith("shared_"):
                 yield from _of_experts(part, names.experts, ours, theirs)
+            elif part.name == "kv_b" and "k_b" in names.block:
+                yield _by_head(spec, part, names, ours, theirs)
             else:
                 yield from _of_matrix(part, names, ours, theirs, groups if part.name == "qkv" else None)
     for kind in kinds:
@@ -308,6 +319,15 @@ def _of_matrix(matrix: Matrix, names: WeightNames, ours: str, theirs: str, by_gr
             f"{ours}.{matrix.module}.{kind}", (matrix.n, *columns), stored,
             names.transposed and is_weight, matrix if is_weight else None, by_group,
         )  # fmt: skip
+
+
+def _by_head(spec: ModelSpec, matrix: Matrix, names: WeightNames, ours: str, theirs: str) -> Entry:
+    """Every head's keys, then its values: two tensors on disk."""
+    assert spec.mla is not None
+    keys = Part(f"{theirs}.{names.block['k_b']}.weight", spec.n_heads * spec.mla.qk_nope_dim, transposed=True)
+    values = Part(f"{theirs}.{names.block['v_b']}.weight", spec.n_heads * spec.mla.v_dim)
+    shape = (matrix.n, matrix.k)
+    return Entry(f"{ours}.{matrix.module}.weight", shape, (keys, values), matrix=matrix, copies=spec.n_heads)
 
 
 def _of_experts(matrix: Matrix, names: ExpertNames, ours: str, theirs: str) -> Iterator[Entry]:
