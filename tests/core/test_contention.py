@@ -147,7 +147,10 @@ def test_a_program_that_never_pauses_is_seen() -> None:
     try:
         time.sleep(0.2)
         assert others.used >= 0.0  # a first look, at its start
+        deadline = time.monotonic() + 30
         time.sleep(0.5)
+        while others.used <= 0.5 and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         assert others.used > 0.5
     finally:
         os.kill(number, signal.SIGKILL)
@@ -161,8 +164,10 @@ def test_what_this_process_started_is_its_own() -> None:
     assert shell.stdout is not None
     number = int(shell.stdout.readline())
     try:
-        time.sleep(0.6)
-        assert _own_s() - before > 0.2  # it may have to share a processor
+        deadline = time.monotonic() + 30  # on a busy machine it waits for a processor
+        while _own_s() - before < 0.2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert _own_s() - before > 0.2
     finally:
         os.kill(number, signal.SIGKILL)
         shell.communicate()
