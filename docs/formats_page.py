@@ -5,6 +5,7 @@ from __future__ import annotations
 from twostroke.core.families import FAMILIES
 from twostroke.interop import mlx
 from twostroke.interop.export_targets import TARGETS
+from twostroke.interop.gguf_families import GGUF_FAMILIES
 
 _HEAD = """# Formats that models are exported to
 
@@ -28,6 +29,11 @@ _TESTS = """
 - `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. 64 greedy tokens.
   The cache is inputs and outputs, for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested.
   The tokenizer stays a Hugging Face file.
+- `gguf`: logits of llama.cpp, fp32, one model of each family below whose windows and scaling llama.cpp computes as transformers
+  does, and 64 greedy tokens of those without GELU, for which llama.cpp has a table in fp16; several precisions on trained
+  weights; tokens of mixed texts; the type of every matrix against llama.cpp's own mixes
+  (`tests/interop/test_gguf_llama_cpp.py`, `make soak`). Files are also read back by our own reader, which `docs/gguf.md`
+  describes.
 
 The environments of those programs are made by the tests, in the folder that `TWOSTROKE_PEERS` names.
 
@@ -48,17 +54,20 @@ def _is_dense(name: str) -> bool:
 
 
 def _families() -> str:
-    lines = ["| model_type | hf | mlx | onnx, openvino |", "|---|---|---|---|"]
+    lines = ["| model_type | hf | mlx | onnx, openvino | gguf |", "|---|---|---|---|---|"]
+    in_gguf = {name for row in GGUF_FAMILIES.values() for name in row.families}
     for name in FAMILIES:
         in_codes = "fp32, bf16, fp16" if name == "gpt2" else "all"
         by_mlx = in_codes if name in mlx.READ else "refused"
-        lines.append(f"| `{name}` | all | {by_mlx} | {'all' if _is_dense(name) else 'refused'} |")
+        by_onnx, by_gguf = ("all" if known else "refused" for known in (_is_dense(name), name in in_gguf))
+        lines.append(f"| `{name}` | all | {by_mlx} | {by_onnx} | {by_gguf} |")
     return "\n".join(lines) + "\n"
 
 
 _WHY = """
 Refused by `mlx`: mlx-lm has no such family, or reads another layout of it than ours. Its sliding windows are computed in some
 families alone; the report says where they are not. By `onnx` and `openvino`: experts and latent attention are not in the graph.
+By `gguf`: no architecture of it is read here. A model whose file would not read back as it was is refused by the field that differs.
 """
 
 
