@@ -67,8 +67,8 @@ def _families() -> str:
 _WHY = """
 Refused by `mlx`: mlx-lm has no such family, or reads another layout of it than ours. Its sliding windows are computed in some
 families alone; the report says where they are not. By `onnx` and `openvino`: experts and latent attention are not in the graph.
-By `gguf`: no architecture of it is read here. A model whose file would not read back as it was is refused by that
-field.
+By `gguf`: no architecture of it is read here. A model whose file would not read back as it was is refused, and
+the field that differs is named.
 """
 
 
