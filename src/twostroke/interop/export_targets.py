@@ -140,5 +140,6 @@ TARGETS: dict[str, ExportTarget] = {row.name: row for row in _ROWS}
 def target_of(name: str) -> ExportTarget:
     """The row of ``name``. Raises ConfigError, listing the known ones."""
     if name not in TARGETS:
-        raise ConfigError(f"to={name!r} is not a format to export to. Use {', '.join(TARGETS)}.")
+        written = [row.name for row in TARGETS.values() if not row.refused]
+        raise ConfigError(f"to={name!r} is not a format to export to. Use {', '.join(written)}.")
     return TARGETS[name]
