@@ -122,7 +122,7 @@ def test_a_quantised_copy_says_what_it_lost_and_where_it_comes_from(
     loss = found["facts"]["KL to its source, nats a token"]
     assert (loss["value"], loss["source"]) == (f"{run.measurement['kl_nats']:.4f}", run.run_id)
     assert "quantized" in found["front"]["tags"]
-    assert "base_model" not in found["front"]  # a folder of this machine is no name of the hub
+    assert "base_model" not in found["front"]  # nobody else can look up a folder of this machine
     command(capsys, "quantize", trained, tmp_path / "q8")
     assert any("twostroke compare" in line for line in card(capsys, tmp_path / "q8")["missing"])
 

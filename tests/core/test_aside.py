@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from twostroke.core import aside
-from twostroke.core.aside import directory_beside, remove_abandoned, take_place, write_text, written_file
+from twostroke.core.aside import directory_beside, file_beside, remove_abandoned, take_place, write_text, written_file
 
 SOURCES = Path(aside.__file__).parents[1]
 ABANDONED = f".report.html.{32 * '0'}.partial"
@@ -42,6 +45,16 @@ def test_an_error_inside_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
             raise KeyboardInterrupt
     assert target.read_text() == "old"
     assert names(tmp_path) == ["report.html"]
+
+
+@pytest.mark.parametrize("writer", [written_file, directory_beside, file_beside])
+def test_a_full_disk_is_named_by_what_was_to_be_written(tmp_path: Path, writer: Callable[[Path], Any]) -> None:
+    target = tmp_path / "model"
+    with pytest.raises(OSError, match="No space left") as caught:
+        with writer(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(target)
+    assert names(tmp_path) == []
 
 
 def test_a_link_that_waits_under_the_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

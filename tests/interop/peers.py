@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from real_model import greedy_reference, make_model
+from twostroke.interop.export_model import export_model
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "llama": ("llama-cpp-python==0.3.36",),
@@ -61,3 +64,17 @@ def ask(name: str, script: str, *words: str | Path) -> Any:
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return json.loads(line.removeprefix("FOUND "))
+
+
+def assert_answers_as_we_do(name: str, script: str, folder: Path) -> None:
+    """64 greedy tokens of a chat with a trained model, exported to the format ``name``, with our tokenizer and template:
+    ``script`` finds [prompt ids, answer ids]."""
+    source = make_model(folder / "source", "6M")
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
+    export_model(source, folder / "out", to=name, precision="fp32")
+    prompt, tokens = ask(name, script, folder / "out")
+    ours, _ = greedy_reference(source, prompt, 64)
+    assert tokens == ours[: len(tokens)]
+    assert len(tokens) == 64 or ours[len(tokens) - 1] == 0  # it stops at the end of the text

@@ -8,6 +8,7 @@ it until it ends; a writer that was killed holds none, by which the next writer 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -36,6 +37,20 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def _named(target: Path) -> Iterator[None]:
+    """An error of writing to a full disk names no path: it gets ``target``'s."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and error.filename is None:
+            error.filename = str(target)
+        raise
+
+
 @contextlib.contextmanager
 def written_file(target: Path) -> Iterator[BinaryIO]:
     """``with written_file(target) as stream``: fill ``stream``; at the end it is on the disk and takes ``target``'s place.
@@ -47,7 +62,7 @@ def written_file(target: Path) -> Iterator[BinaryIO]:
     partial = _new_name(target)
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with _named(target), os.fdopen(descriptor, "wb") as stream:
             _lock(descriptor)
             yield stream
             stream.flush()
@@ -75,7 +90,8 @@ def directory_beside(target: Path) -> Iterator[Path]:
     descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(descriptor)
-        yield aside
+        with _named(target):
+            yield aside
     finally:
         os.close(descriptor)
         shutil.rmtree(aside, ignore_errors=True)

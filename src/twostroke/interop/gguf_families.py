@@ -373,7 +373,7 @@ REFUSED_ARCHITECTURES: dict[str, str] = {
 
 
 def row_of(metadata: Metadata) -> GgufFamily:
-    """The row of a file. Raises UnsupportedFamilyError with the reason where there is none."""
+    """The row of a file. Raises UnsupportedFamilyError, with the reason, if no row fits."""
     path, architecture = metadata.file.path, metadata.text("general.architecture")
     row = GGUF_FAMILIES.get(architecture)
     if metadata.integer(f"{architecture}.expert_count", 0) and (row is None or not row.counts):
@@ -599,7 +599,7 @@ def rope_divisors(rope: RopeSpec, dim: int) -> Tensor:
 
 
 def family_row(spec: ModelSpec) -> GgufFamily:
-    """The row by which a model of ``spec`` is written. Raises UnsupportedFamilyError where there is none."""
+    """The row by which a model of ``spec`` is written. Raises UnsupportedFamilyError if no row fits."""
     for row in GGUF_FAMILIES.values():
         if spec.family in row.families:
             return row

@@ -67,8 +67,8 @@ StorageOf = Callable[[str], Storage | None]
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` has those that there are.
-    ``copies``: the outputs of so many matrices, which tensors hold apart along their first dimension."""
+    """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` are those that the
+    checkpoint has. ``copies``: the outputs of so many matrices, which tensors hold apart along their first dimension."""
 
     files: WeightFiles
     module: str
@@ -136,7 +136,7 @@ def integer_scheme(bits: int, group: int, k: int, symmetric: bool) -> str | None
 
 
 def _our_group(group: int) -> int | None:
-    """The largest of our groups that ``group`` inputs divide into; None where there is none."""
+    """The largest of our groups that ``group`` inputs divide into; None if they divide into no group of ours."""
     return max((ours for ours in GROUPS if group == -1 or group % ours == 0), default=None)
 
 
