@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import ask
+from peers import ask, assert_answers_as_we_do
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import ask, peer_python
+from peers import ask, assert_answers_as_we_do, peer_python
 from safetensors.torch import load_file, save_file
 
 from real_model import greedy_reference
