@@ -24,7 +24,7 @@ from models import HERE, model_for, write_model
 from summary import write_summary
 
 VARIANTS = {
-    "twostroke": ("bf16", "int8", "int8-head8", "int4-head8", "int8-head8-kv8"),
+    "twostroke": ("bf16", "int8", "int8-head8", "int4-head8", "int4-head4", "int8-head8-kv8"),
     "vllm": ("bf16", "w8a8"),
     "llama.cpp": ("f16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain"),
     "openvino": ("bf16", "int8", "int4"),

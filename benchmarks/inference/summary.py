@@ -30,6 +30,7 @@ SCHEMES = {
     "int8-head8": ("int8 (W8A8)", "bf16, head in int8"),
     "int8-head8-kv8": ("int8 (W8A8), head and cache in int8",),
     "int4-head8": ("int4 alone, fitted, groups of 64", "int4 as `quantize` makes it", "bf16, head in int8"),
+    "int4-head4": ("int4 alone, fitted, groups of 64", "int4 as `quantize` makes it", "bf16, head in int4"),
 }
 """Our variants by the names of ``benchmarks/quality``: every part that a variant has must pass. The int4 that is timed is int4
 in every matrix, the layout of the first; what ``quantize`` makes may hold some in int8, and reads so much more."""

@@ -55,6 +55,7 @@ CANDIDATES = (
     Candidate("int8, weights only", LIMITS[8], {"dtype": "int8_weight_only"}),
     Candidate("fp8 (E4M3, expanded to bf16)", E4M3_LIMIT, {"dtype": "fp8"}),
     Candidate("bf16, head in int8", LIMITS[8], {"dtype": "bf16", "head_dtype": "int8"}),
+    Candidate("bf16, head in int4", LIMITS[4], {"dtype": "bf16", "head_dtype": "int4"}),
     Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
     Candidate("int8 (W8A8), head and cache in int8", LIMITS[8], {"dtype": "int8", **EIGHT_BITS}),
     Candidate("int4, nearest, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-nearest"),

@@ -1,5 +1,5 @@
-"""Our engine. ``variant``: bf16; or int8 and int4, directories of ``twostroke quantize``; with ``-head8`` the output head,
-which the directory holds in bf16, is in int8 as well, with ``-kv8`` the KV cache.
+"""Our engine. ``variant``: bf16; or int8 and int4, directories of ``twostroke quantize``; with ``-head8`` or
+``-head4`` the output head, which the directory holds in bf16, is in int8 or int4 as well, with ``-kv8`` the KV cache in int8.
 
 Beside what every engine measures, from the engine's own statistics: the share of the bandwidth limit, the time beyond the
 products, what a prefix hit and a long context cost, and memory against its bound."""
@@ -19,6 +19,8 @@ from twostroke.scheduling.sampling_params import SamplingParams
 CACHE_TOKENS = 12_288
 """What the KV cache holds: two and a half times the longest context; prompts never repeat, so it fills up."""
 
+HEADS = {"head8": "int8", "head4": "int4"}
+
 SHARED_TOKENS, LONG_TOKENS = 2000, 4096
 
 
@@ -33,7 +35,7 @@ def main() -> None:
         dtype=scheme,
         max_model_len=min(LONG_TOKENS + OUTPUT_TOKENS, spec.max_positions),
         kv_cache_bytes=token_bytes(spec, kv_dtype) * CACHE_TOKENS,
-        head_dtype="int8" if "head8" in rest else "auto",
+        head_dtype=next((dtype for name, dtype in HEADS.items() if name in rest), "auto"),
         kv_dtype=kv_dtype,
     )
 

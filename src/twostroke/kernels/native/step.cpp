@@ -110,14 +110,14 @@ void Step::need_memory(int n_threads) {
     up_.need(kFewRows * m_.d_ff);
     rows_.need(kFewRows, widest_);
     best_.need(kFewRows * n_threads);
+    while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     need_expert_memory(n_rows_);
     need_latent_memory();
-    while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     const int64_t scratch = kernels_->attend_scratch_bytes(kv_, m_.n_heads / m_.n_kv_heads);
     for (auto& memory : memory_) {
         memory->normed.need(kChunkRows * m_.d_model);
         memory->mlp_inner.need(kChunkRows * m_.d_ff);
-        memory->up.need((most_chosen_ > 0 ? 2 * kExpertRows : kChunkRows) * kMlpOutputs);
+        memory->up.need((most_chosen_ > 0 ? kExpertRows : kChunkRows) * kMlpOutputs);
         memory->scores.need(most_experts_ * (kChunkRows + 2));
         memory->rows.need(kChunkRows, widest_);
         memory->attention.need(scratch);

@@ -156,7 +156,7 @@ void Step::run(const MlpUp& op, Now& now) {
             float* to = inner + r * F + n0;
             kernels_->activate(op.activation, to, op.up.packed != nullptr ? up + r * width + n0 : nullptr, n1 - n0, to);
             if (op.shared)
-                for (int64_t i = 0; i < n1 - n0; i++) to[i] *= shared_shares_[now.first + r];
+                for (int64_t i = 0; i < n1 - n0; i++) to[i] *= routing(now).dense_shares[now.first + r];
         }
     }
     finish(now, true);

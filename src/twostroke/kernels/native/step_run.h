@@ -22,6 +22,7 @@ constexpr int64_t kPrivateRows =
 constexpr int64_t kChunkRows = 256;           // most: every chunk reads a layer's weights again
 constexpr int64_t kMlpOutputs = 256;          // of a chunk's rows, gate and up by turns
 constexpr int64_t kExpertRows = 1024;         // rows, each with one of its experts, between two barriers
+constexpr int64_t kPartFloats = 64 << 10;     // of an expert's outputs at a time: they stay in the second-level cache
 constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
 
 // Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.
@@ -31,10 +32,20 @@ inline int64_t chunk_rows(int64_t n_rows, int64_t n_threads) {
     return std::min(kChunkRows, (each + 31) / 32 * 32);  // whole registers of rows, as AMX has them
 }
 
+// What a layer's rows chose in a mixture of experts. Each row has top_k pairs of an expert and its share, at row ·
+// top_k.
+struct Routing {
+    Array<float> shares, dense_shares;  // dense_shares: of the dense part beside the experts, one a row
+    Array<int32_t> chosen, sorted;      // sorted: pairs in the order of their experts
+    std::vector<int64_t> first_pair;    // in sorted, of each expert
+    PreparedRows rows, gathered, inner;
+};
+
 struct ThreadMemory {
     Array<float> normed, mlp_inner, up, scores;
     PreparedRows rows;
     Array<uint8_t> attention;
+    Routing routing;  // of so few rows that every thread routes them for itself
 };
 
 class Step {
@@ -87,13 +98,15 @@ private:
     void run(const RouteTokens&, Now&);
     void run(const ExpertsAdd&, Now&);
     void need_expert_memory(int64_t n_rows);
-    void choose(const RouteTokens&, const float* logits, int64_t row, float* scores);
-    void sort_by_expert(const ExpertsAdd&, int64_t n_rows);
-    void count_load(const ExpertsAdd&, int64_t layer);
+    void need_routing(Routing&, int64_t n_rows);
+    Routing& routing(const Now&);
+    void choose(const RouteTokens&, const float* logits, int64_t row, float* scores, Routing&);
+    void sort_by_expert(const ExpertsAdd&, int64_t n_rows, Routing&);
+    void count_load(const ExpertsAdd&, int64_t layer, const Routing&);
     template <class Segment>
-    void each_segment(const ExpertsAdd&, int64_t first, int64_t last, Segment) const;
+    static void each_segment(const Routing&, int64_t first, int64_t last, Segment);
     void up_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t at);
-    void down_part(const ExpertsAdd&, const Now&, const Rows& rows, int64_t expert, int64_t first);
+    void down_part(const ExpertsAdd&, const Now&, const Routing&, const Rows& rows, int64_t expert, int64_t first);
 
     // step_latent.cpp
     void run(const LatentProjection&, Now&);
@@ -141,12 +154,9 @@ private:
         partials_;
     Array<Best> best_;
     PreparedRows rows_;
-    // Of a mixture of experts. Each row has top_k pairs of an expert and its share, at row · top_k.
     int64_t most_experts_ = 0, most_chosen_ = 0;
-    Array<float> router_logits_, shares_, shared_shares_, expert_inner_;
-    Array<int32_t> chosen_, sorted_;   // sorted_: pairs in the order of their experts
-    std::vector<int64_t> first_pair_;  // in sorted_, of each expert
-    PreparedRows routed_, gathered_, inner_rows_;
+    Array<float> router_logits_, expert_inner_;
+    Routing routing_;
     Array<float> latent_down_, latent_queries_, latent_kv_, latent_values_;
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
