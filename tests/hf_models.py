@@ -102,6 +102,11 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         "max_position_embeddings": 24,
     },
+    "llama-proportional-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 2.0},
+        "head_dim": 16,
+    },
     "gemma": {"model_type": "gemma", "head_dim": 16},
     "gemma2": {
         "model_type": "gemma2",

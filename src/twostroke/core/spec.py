@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 
-RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "by_layer"]
-ROPE_SCALINGS = frozenset(("none", "linear", "llama3", "dynamic", "yarn", "longrope"))
+RopeScaling = Literal["none", "linear", "proportional", "llama3", "dynamic", "yarn", "longrope", "by_layer"]
+ROPE_SCALINGS = frozenset(("none", "linear", "proportional", "llama3", "dynamic", "yarn", "longrope"))
 """Those whose angles are computed here."""
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned", "alibi"]
@@ -30,7 +30,8 @@ MAX_SIZE = 2**31 - 1
 class RopeSpec:
     """Rotary position embedding: inverse frequencies θ^(−2i/D), optionally rescaled.
 
-    ``linear`` divides every frequency by ``factor``; ``dynamic`` raises θ for sequences longer than the model's positions;
+    ``linear`` divides every frequency by ``factor``; ``proportional`` does so too, and turns only the leading ``turned_share``
+    of the angles, their frequencies those of the whole head (Gemma 4, transformers 5); ``dynamic`` raises θ for sequences longer than the model's positions;
     ``llama3`` divides the low frequencies by ``factor``, keeps the high ones and blends between, by wavelength against
     ``original_max_positions`` (Llama 3.1 release); ``yarn`` blends between dimensions that turn ``beta_fast`` and ``beta_slow``
     times (arXiv 2309.00071); ``longrope`` divides each by a factor of its own, ``long_factors`` beyond
@@ -39,8 +40,9 @@ class RopeSpec:
     """
 
     theta: Annotated[float, "base of the frequencies"] = 10_000.0
-    scaling: Annotated[RopeScaling, "none, linear, llama3, dynamic, yarn, longrope or by_layer"] = "none"
+    scaling: Annotated[RopeScaling, "none, linear, proportional, llama3, dynamic, yarn, longrope or by_layer"] = "none"
     factor: Annotated[float, "of the scaling"] = 1.0
+    turned_share: Annotated[float, "proportional: of a head's angles, those that turn"] = 1.0
     low_freq_factor: Annotated[float, "llama3"] = 1.0
     high_freq_factor: Annotated[float, "llama3"] = 4.0
     original_max_positions: Annotated[int, "tokens before scaling"] = 8192
@@ -56,6 +58,8 @@ class RopeSpec:
         for name in numbers.split():
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"rope {name}={getattr(self, name)} must be positive and finite.")
+        if not 0 < self.turned_share <= 1:
+            raise ConfigError(f"rope turned_share={self.turned_share} must be above 0 and at most 1.")
         for name in ("short_factors", "long_factors"):
             if not all(0 < divisor < float("inf") for divisor in getattr(self, name)):
                 raise ConfigError(f"rope {name} must be positive and finite numbers.")

@@ -53,6 +53,9 @@ def inverse_frequencies(
     frequencies = 1.0 / powers
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "proportional":
+        n_turned = int(rope.turned_share * dim // 2)
+        return torch.where(torch.arange(dim // 2, device=device) < n_turned, frequencies, 0.0) / rope.factor
     if rope.scaling == "yarn":
         return _yarn(rope, dim, powers, frequencies)
     if rope.scaling == "llama3":

@@ -121,6 +121,7 @@ def parse_qwen3(config: dict[str, Any]) -> ModelSpec:
 
 _SCALING_KEYS = {
     "linear": ("factor",),
+    "proportional": ("factor", "turned_share"),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"),
     "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "truncate", "magnitude"),
@@ -128,6 +129,7 @@ _SCALING_KEYS = {
 }
 _SPELLED = {
     "original_max_positions": "original_max_position_embeddings",
+    "turned_share": "partial_rotary_factor",
     "magnitude": "attention_factor",
     "short_factors": "short_factor",
     "long_factors": "long_factor",

@@ -117,6 +117,11 @@ class Reader:
             return RopeSpec(theta=theta)
         if kind in ("linear", "dynamic"):
             return RopeSpec(theta=theta, scaling=kind, factor=positive_scaling(scaling, "factor"))
+        if kind == "proportional":
+            return RopeSpec(
+                theta=theta, scaling=kind, factor=positive_scaling({"factor": 1.0} | scaling, "factor"),
+                turned_share=read.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0)),
+            )  # fmt: skip
         if kind == "yarn":
             original = self._original_positions(scaling)
             factor = read.number("factor", self.integer("max_position_embeddings", original) / original)
@@ -144,7 +149,7 @@ class Reader:
                 original_max_positions=int(positive_scaling(scaling, "original_max_position_embeddings")),
             )
         raise ConfigError(
-            f"rope_type={kind!r:.100} is not supported. Supported: default, linear, dynamic, yarn, longrope, llama3."
+            f"rope_type={kind!r:.100} is not supported. Supported: default, linear, proportional, dynamic, yarn, longrope, llama3."
         )
 
     def _rope_parameters(self, layers: str | None) -> dict[str, Any]:
@@ -168,10 +173,13 @@ class Reader:
         return tuple(float(value) for value in values)
 
     def rotary_dim(self, head_dim: int, default_share: float = 1.0) -> int | None:
-        """Leading dimensions of a head that positions turn, None for all: ``rotary_dim`` or ``partial_rotary_factor``."""
+        """Leading dimensions of a head that positions turn, None for all: ``rotary_dim`` or ``partial_rotary_factor``, which
+        of proportional positions is a share of the angles (``rope``)."""
         share = self.number("partial_rotary_factor", default_share)
-        for table in ("rope_scaling", "rope_parameters"):
-            share = Reader(self.object(table)).number("partial_rotary_factor", share)
+        for table in (self.object("rope_scaling"), self.object("rope_parameters")):
+            if "proportional" in (table.get("rope_type"), table.get("type")):
+                return None
+            share = Reader(table).number("partial_rotary_factor", share)
         if not 0 < share <= 1:
             raise ConfigError(f"config.json: partial_rotary_factor={share!r} must be above 0 and at most 1.")
         turned = self.integer("rotary_dim", int(head_dim * share))
