@@ -72,7 +72,7 @@ def page() -> str:
 ## Rotary positions
 
 All built families: plain, `linear`, `proportional`, `dynamic`, `llama3`, `yarn` and `longrope`. Where a family has them: the
-leading dimensions of a head alone, neighbours instead of halves, layers without positions, angles of their own in windowed layers.
+leading dimensions of a head alone, neighbours instead of halves, layers without positions, other angles in windowed layers.
 
 The engine chooses `longrope`'s factors and `dynamic`'s base once, by its longest context (`--max-model-len`), as vLLM does;
 transformers chooses them anew for each length.

@@ -31,12 +31,12 @@ class RopeSpec:
     """Rotary position embedding: inverse frequencies θ^(−2i/D), optionally rescaled.
 
     ``linear`` divides every frequency by ``factor``; ``proportional`` does so too, and turns only the leading ``turned_share``
-    of the angles, their frequencies those of the whole head (Gemma 4, transformers 5); ``dynamic`` raises θ for sequences longer than the model's positions;
-    ``llama3`` divides the low frequencies by ``factor``, keeps the high ones and blends between, by wavelength against
-    ``original_max_positions`` (Llama 3.1 release); ``yarn`` blends between dimensions that turn ``beta_fast`` and ``beta_slow``
-    times (arXiv 2309.00071); ``longrope`` divides each by a factor of its own, ``long_factors`` beyond
-    ``original_max_positions`` (arXiv 2402.13753). The last two multiply sines and cosines by ``magnitude``. ``by_layer`` is
-    named for plans, which read no angle.
+    of the angles, their frequencies those of the whole head (Gemma 4, transformers 5); ``dynamic`` raises θ for sequences
+    longer than the model's positions; ``llama3`` divides the low frequencies by ``factor``, keeps the high ones and blends
+    between, by wavelength against ``original_max_positions`` (Llama 3.1 release); ``yarn`` blends between dimensions that turn
+    ``beta_fast`` and ``beta_slow`` times (arXiv 2309.00071); ``longrope`` divides each by a factor of its own, ``long_factors``
+    beyond ``original_max_positions`` (arXiv 2402.13753). The last two multiply sines and cosines by ``magnitude``. ``by_layer``
+    is named for plans, which read no angle.
     """
 
     theta: Annotated[float, "base of the frequencies"] = 10_000.0

@@ -149,7 +149,8 @@ class Reader:
                 original_max_positions=int(positive_scaling(scaling, "original_max_position_embeddings")),
             )
         raise ConfigError(
-            f"rope_type={kind!r:.100} is not supported. Supported: default, linear, proportional, dynamic, yarn, longrope, llama3."
+            f"rope_type={kind!r:.100} is not supported. Supported: default, linear, proportional, dynamic, yarn, longrope "
+            "and llama3."
         )
 
     def _rope_parameters(self, layers: str | None) -> dict[str, Any]:

@@ -17,8 +17,9 @@ void Step::need_expert_memory(int64_t n_rows) {
     for (const StepOp& op : ops_)
         if (op.kind == OpKind::ExpertsAdd)
             expert_inner_.need(std::min(n_rows * most_chosen_, kExpertRows) * op.experts_add.down.k);
-    if (n_rows > kPrivateRows) return need_routing(routing_, n_rows);
-    for (auto& memory : memory_) need_routing(memory->routing, n_rows);
+    if (n_rows > kPrivateRows) need_routing(routing_, n_rows);
+    // Of many rows a few may be left where only those that are sampled go on.
+    for (auto& memory : memory_) need_routing(memory->routing, std::min(n_rows, kPrivateRows));
 }
 
 void Step::need_routing(Routing& route, int64_t n_rows) {
