@@ -338,13 +338,14 @@ MEMORY_ROWS = (
     ("computed again", "recomputed", None, None),
     ("loss", "loss", None, None),
     ("heap and workspace", "workspace", None, None),
+    ("compiled products", "expert_products", None, None),
     ("copy for checkpoints", "snapshot", None, None),
     ("gathered for a layer", "gathered", None, None),
     ("dequantised", "dequantised", None, None),
     ("process at rest", "process", "process", None),
 )
 
-WHERE_NEEDED = ("recomputed", "loss", "workspace", "snapshot", "gathered", "dequantised")
+WHERE_NEEDED = ("recomputed", "loss", "workspace", "expert_products", "snapshot", "gathered", "dequantised")
 """Terms of training that have a row only where they take memory."""
 
 

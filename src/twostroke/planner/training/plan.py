@@ -58,6 +58,7 @@ class TrainingMemory:
     loss: Annotated[float, "bytes", "of logits and their gradients"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
     workspace: Annotated[float, "bytes", "that training on a CPU holds beyond its tensors", LeftOut]
+    expert_products: Annotated[float, "bytes", "of experts' products that oneDNN has compiled (CPU)", LeftOut]
     snapshot: Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)", LeftOut]
     gathered: Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment", LeftOut]
     dequantised: Annotated[float, "bytes", "of QLoRA's largest matrix in the working type", LeftOut]

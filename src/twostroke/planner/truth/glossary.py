@@ -45,6 +45,8 @@ GLOSSARY: dict[str, str] = {
     "slot": "bytes a second that cross the slot to the host",
     "host": "bytes a second of the host's memory for one device's optimizer",
     "slack": "share of activations that the heap cannot reuse",
+    "compiled": "bytes of a product that oneDNN has compiled",
+    "numbers_of_rows": "numbers of rows that an expert's product may have",
     "γ": "tokens drafted a step",
     "c": "time of a draft token over a step's",
     "p": "exponent that rounds the roofline's corner",
