@@ -47,6 +47,7 @@ GLOSSARY: dict[str, str] = {
     "slack": "share of activations that the heap cannot reuse",
     "compiled": "bytes of a product that oneDNN has compiled",
     "numbers_of_rows": "numbers of rows that an expert's product may have",
+    "touched": "share of a layer's experts that a step touches",
     "γ": "tokens drafted a step",
     "c": "time of a draft token over a step's",
     "p": "exponent that rounds the roofline's corner",
