@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twostroke.kernels.grouped import _rounded, grouped_linear
+from twostroke.core.policy import LEAST_EXPERT_ROWS, expert_rows, numbers_of_expert_rows
+from twostroke.kernels.grouped import grouped_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,6 +31,17 @@ def test_the_operator_has_what_a_compiler_asks_of_it() -> None:
 
 
 def test_numbers_of_rows_are_few_and_hardly_more() -> None:
-    rounded = {n: _rounded(n) for n in range(1, 2049)}
-    assert all(n <= m <= 1.125 * n + 1 for n, m in rounded.items())
+    rounded = {n: expert_rows(n) for n in range(1, 2049)}
+    assert all(n <= m <= max(1.125 * n + 1, n + LEAST_EXPERT_ROWS - 1) for n, m in rounded.items())
     assert len({rounded[n] for n in range(1024, 2048)}) <= 9
+    for most in (1, 16, 17, 100, 1024, 2048):
+        assert numbers_of_expert_rows(most) == len({rounded[n] for n in range(1, most + 1)})
+
+
+def test_each_row_meets_its_experts_matrix_where_rows_are_many() -> None:
+    """Some experts have more rows than are rounded up to the least, some reach into the rows of the next, one is the last."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([300, 3, 17, 129])
+    x, weight = torch.randn(449, 12, generator=generator), torch.randn(4, 10, 12, generator=generator)
+    plain = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts.tolist()), weight, strict=True)])
+    torch.testing.assert_close(grouped_linear(x, weight, counts.cumsum(0)), plain)

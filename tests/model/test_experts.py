@@ -92,6 +92,7 @@ def test_a_group_must_hold_the_chosen_experts() -> None:
     for changes, sentence in (
         ({"n_groups": 3}, "n_groups=3 must divide n_experts=8"),
         ({"n_groups": 4, "top_groups": 1, "top_k": 3}, "top_groups=1 must hold top_k=3"),
+        ({"n_groups": 8, "top_groups": 4, "correction_bias": True}, "n_groups=8 leaves one expert in a group"),
         ({"share_scale": 0.0}, "share_scale=0.0 must be positive"),
     ):
         with pytest.raises(ConfigError, match=sentence):

@@ -10,16 +10,17 @@ import pytest
 from machines import ideal_machine, machine, small_llama
 from twostroke.core.described import plain
 from twostroke.core.families import read_spec
-from twostroke.planner.choosing.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured
+from twostroke.planner.choosing.comparison import COLUMNS, Comparison, compare, flip_batch, merge_measured, merge_ranges
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.plan import strategy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.comparison import comparison_text
-from twostroke.planner.text.format import format_quantity
+from twostroke.planner.text.format import format_quantity, format_range
 from twostroke.planner.text.serving import serving_text
 from twostroke.planner.text.training import training_text
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.truth.intervals import with_intervals
 
 
 @pytest.fixture
@@ -151,6 +152,29 @@ def test_the_text_keeps_to_80_columns_and_with_measurements_to_120(table: Compar
     for word in ("TRAINING", "PREFILL", "DECODE", "predicted", "arithmetic", "crossover"):
         assert word in text
     assert ("measured" in text.split("\n")[2]) == measured
+
+
+def test_ranges_stand_in_a_table_of_their_own_where_they_are_wide_enough(table: Comparison) -> None:
+    trained = with_intervals(table.training.prediction(), "measured", "train")
+    served = with_intervals(table.serving.prediction(), "measured", "serve")
+    ranged = merge_ranges(table, trained, served)
+    assert ranged.row("latency").cells["train"].low == trained["step_time_s"]["low"]
+    assert ranged.row("latency").cells["decode"].high == served["tpot_s"]["high"]
+    assert "90% range" not in comparison_text(table)
+    text = comparison_text(ranged)
+    assert max(map(len, text.split("\n"))) <= 80
+    shown = text.split("90% range", 1)[1].split("\n\n", 1)[0]
+    assert "\nlatency " in shown
+    assert "\ngradients " not in shown  # counted to a part in a thousand
+    assert shown.count("–") >= 10
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "words"),
+    [(0.88, 0.96, "s", "880–960 ms"), (0.9, 1.5, "s", "900 ms–1.5 s"), (0.155, 0.19, "share", "15.5%–19%")],
+)
+def test_a_range_names_a_unit_once_where_it_is_the_same(low: float, high: float, unit: str, words: str) -> None:
+    assert format_range(low, high, unit) == words
 
 
 def test_several_devices_wait_for_links_and_are_paid_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
 from twostroke.core.rates import NativePass, StepPrices
 from twostroke.core.schemes import NATIVE
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.kernels.codes import Codes
@@ -34,7 +35,13 @@ from twostroke.planner.serving.native import (
     chunks,
     embedding_in_memory_bytes,
 )
-from twostroke.planner.serving.native_products import native_product_s, native_read_bytes, native_weights_bytes, packed_bytes
+from twostroke.planner.serving.native_products import (
+    native_product_s,
+    native_read_bytes,
+    native_reuse_bytes,
+    native_weights_bytes,
+    packed_bytes,
+)
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape, Speculation
 from twostroke.planner.truth.explain import explain
@@ -44,6 +51,26 @@ from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import Fitted
 from twostroke.quantization.held import held
 from twostroke.scheduling.sampling_params import SamplingParams
+
+
+def test_what_is_read_between_two_uses_of_an_expert_is_what_a_simulated_router_reads() -> None:
+    """Experts are chosen at random, as the formula takes them; the layer's other weights are read in every step."""
+    n_experts, top_k, rows, n_steps = 16, 2, 3, 4000
+    spec = small_llama(moe=MoeSpec(n_experts, top_k, 128))
+    dense = small_llama()
+    read, held = (of(spec, "bf16", "bf16") for of in (native_read_bytes, native_weights_bytes))
+    expert = (held - read) / (n_experts - top_k)
+    draw, last, others = random.Random(0), dict[int, int](), list[int]()
+    steps = [{e for _ in range(rows) for e in draw.sample(range(n_experts), top_k)} for _ in range(n_steps)]
+    for now, touched in enumerate(steps):
+        for one in touched:
+            if one in last:
+                others.append(len(set().union(*steps[last[one] + 1 : now + 1])))
+            last[one] = now
+    expected = read + expert * (sum(others) / len(others) - top_k)
+    assert native_reuse_bytes(spec, "bf16", "bf16", rows) == pytest.approx(expected, rel=0.02)
+    assert native_reuse_bytes(spec, "bf16", "bf16", 512) == pytest.approx(held, rel=1e-6)
+    assert native_reuse_bytes(dense, "bf16", "bf16", rows) == native_read_bytes(dense, "bf16", "bf16")
 
 
 def plan(spec: ModelSpec | None = None, hardware: Hardware | None = None, **changes: object) -> ServingPlan:

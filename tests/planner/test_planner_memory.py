@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from machines import ideal_machine, small_llama
+from machines import ideal_machine, machine, small_llama
 from twostroke.core.families import read_spec
+from twostroke.core.rates import TrainingRates, TrainingStep
+from twostroke.core.spec import MoeSpec
 from twostroke.core.units import GIB
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.plan import training_memory
 from twostroke.planner.training.shape import TrainingShape
+from twostroke.planner.training.sharding import COMPILED_PRODUCT_BYTES
 from twostroke.planner.work.params import count_parameters
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 
@@ -75,3 +79,29 @@ def test_eager_training_keeps_more(dtype: str) -> None:
         training_memory(spec, TrainingShape(dtype=dtype, compile=c), ideal_machine())["activations"] for c in (False, True)
     )
     assert eager > compiled
+
+
+def test_the_compiled_products_of_experts_are_counted_on_a_cpu_in_16_bits() -> None:
+    """Rows of an expert, 2,048 tokens at most: 16 to 128 by 16, to 256 by 16, then by 32, 64, 128: 40 numbers.
+    Two matrices of an expert, each multiplied forward and for two gradients."""
+    mixture, dense = small_llama(moe=MoeSpec(8, 2, 128)), small_llama()
+    shape, here = TrainingShape(8, 512), ideal_machine()
+    memory = training_memory(mixture, shape, here)
+    assert memory["expert_products"] == 2 * 3 * 40 * COMPILED_PRODUCT_BYTES
+    for spec, how, where in (
+        (dense, shape, here), (mixture, TrainingShape(8, 512, dtype="fp32"), here), (mixture, shape, load_hardware("h100")),
+    ):  # fmt: skip
+        assert "expert_products" not in training_memory(spec, how, where)
+
+
+def test_the_process_is_what_the_peaks_of_both_depths_leave_on_average() -> None:
+    """The deeper anchor grew by less than was counted, as noise has it: the rest is the mean of the two, 450 MB."""
+    shape, spec = TrainingShape(8, 256, compile=False), small_llama()
+    shallow, deep = (TrainingStep(256, n, "bf16", "eager", 0.1, 0.1, 0.01, first_step_s=0.1) for n in (1, 3))
+
+    def process(*peaks: float) -> float:
+        steps = tuple(replace(step, peak_bytes=peak) for step, peak in zip((shallow, deep), peaks, strict=True))
+        return training_memory(spec, shape, machine(training=TrainingRates(steps=steps)))["process"]
+
+    one, other = process(900e6, 900e6), process(800e6, 900e6)
+    assert one - other == pytest.approx(50e6)

@@ -14,6 +14,7 @@ from machines import small_llama
 from twostroke.core.described import plain
 from twostroke.core.engines import RECOMPUTATIONS
 from twostroke.core.errors import ConfigError
+from twostroke.core.rates import Correction, Corrections, TrainingRates, TrainingStep
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.planner.choosing.candidates import OBJECTIVES, Objective
 from twostroke.planner.choosing.search import (
@@ -238,6 +239,39 @@ def test_the_training_winner_is_what_planning_each_by_itself_finds() -> None:
     assert winner.values["step_time_s"] == pytest.approx(best[5], rel=1e-9)
     assert winner.values["energy_kwh"] == pytest.approx(best[6], rel=1e-9)
     assert (winner.device, winner.batch, winner.settings["checkpointing"]) == (best[1], best[3], best[4])
+
+
+def taught_machine() -> Hardware:
+    """A calibrated machine whose whole steps were measured at one width, and whose own runs taught factors."""
+    steps = tuple(TrainingStep(256, n, "bf16", "compiled", n * 0.01, n * 0.02, n * 0.003, first_step_s=5.0) for n in (2, 6))
+    learned = tuple(
+        Correction(name, factor, 9, 3, 2, 20.0, 5.0) for name, factor in (("update", 1.5), ("data", 3.0), ("forward", 1.2))
+    )
+    rates = TrainingRates(adamw_bytes_per_s=2e10, block_compile_s=10.0, steps=steps)
+    return calibrated_machine(training=rates, corrections=Corrections(learned))
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "optimizer"),
+    [(taught_machine(), "bf16", "adamw"), (taught_machine(), "bf16", "muon"), (load_hardware("b200-sxm"), "mxfp8", "adamw")],
+    ids=["calibrated", "calibrated-muon", "datasheet-mxfp8"],
+)
+def test_the_best_way_to_train_has_the_numbers_of_its_own_plan(machine: Hardware, precision: str, optimizer: str) -> None:
+    spec, work = small_llama(), TrainWork(1e8, 512, 2**15, optimizer)
+    winner = search_training(spec, work, Space((machine,), 1, (precision,))).winner
+    assert winner is not None
+    steps = -(-int(work.tokens) // work.batch_tokens)
+    shape = TrainingShape(
+        winner.batch, 512, winner.settings["grad_accumulation"], precision, optimizer, steps=steps,
+        checkpointing=winner.settings["checkpointing"],
+    )  # fmt: skip
+    plan = plan_training(spec, shape, machine)
+    assert plan.cost is not None
+    own = {name: getattr(plan, name, None) for name in winner.values} | {
+        "train_tok_per_s": plan.tok_per_s, "cost_usd": plan.cost.usd, "energy_kwh": plan.cost.energy_kwh,
+    }  # fmt: skip
+    assert winner.values == pytest.approx(own, rel=1e-9)
+    assert winner.memory_bytes == pytest.approx(plan.memory_bytes, rel=1e-9)
 
 
 def test_training_layouts_are_all_that_divide() -> None:

@@ -20,6 +20,7 @@ import typer
 import twostroke
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.core.aside import write_text
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
 from twostroke.core.schemes import DEFAULT_WRITTEN, scheme_of
@@ -92,13 +93,25 @@ def verb(*args: str) -> Result:
 
 
 def _calibrate(demo: Demo) -> tuple[Result, str]:
-    profile = verb("calibrate")
+    """The machine's profile if it holds by `doctor`'s rules, else a new one."""
+    from twostroke.cli.doctor.advice import needs_calibration
+    from twostroke.cli.doctor.facts import read_facts
+    from twostroke.core.profile import load_profile
+
+    reasons = needs_calibration(read_facts())
+    stored = None if reasons else load_profile("serve")
+    if stored is None:
+        log(f"      {' '.join(reasons)} It is measured now, which takes some seven minutes.")
+        profile, source = verb("calibrate"), ""
+    else:
+        profile, source = plain(stored), f"as measured {stored.measured_at} (`twostroke calibrate` measures again): "
     rates = profile["peak_flop_per_s"]
     shown = {"bf16": "bf16 in training", scheme_of("bf16").native_product: "bf16"}
     shown[scheme_of(DEFAULT_WRITTEN).native_product] = f"{DEFAULT_WRITTEN} in serving"
     peaks = ", ".join(f"{words} {format_flop_rate(rates[name])}" for name, words in shown.items() if name in rates)
     slowest = min(p["bytes_per_s"] for p in profile["read_bandwidth"])
-    return profile, f"{profile['fingerprint']['cpu_model']}: reads {format_bytes(slowest)}/s from memory; products: {peaks}"
+    words = f"reads {format_bytes(slowest)}/s from memory; products: {peaks}"
+    return profile, f"{source}{profile['fingerprint']['cpu_model']}: {words}"
 
 
 def _prepare(demo: Demo) -> tuple[Result, str]:

@@ -249,6 +249,8 @@ def spec_from_recipe(
         # What published configs state for their own width of heads: 1/√D for any.
         | {"query_pre_attn_scalar": head_dim, "attention_multiplier": max(1, head_dim) ** -0.5}
         | {"new_decoder_architecture": True}
+        # A family's groups of experts are made for its own number of experts: 8 of 8 would leave one expert in each.
+        | {"n_group": 1, "topk_group": 1}
     )
     if spec.mla is None and (spec.n_kv_heads, spec.head_dim) != (kv_heads, head_dim):
         raise ConfigError(

@@ -122,6 +122,11 @@ class MoeSpec:
                 f"moe n_groups={self.n_groups} must divide n_experts={self.n_experts}, and top_groups={self.top_groups} "
                 "must be at most n_groups."
             )
+        if self.correction_bias and self.n_groups == self.n_experts > 1:
+            raise ConfigError(
+                f"moe n_groups={self.n_groups} leaves one expert in a group, but with a correction bias groups are "
+                "ranked by their two best. Use fewer groups."
+            )
         if self.top_groups * (self.n_experts // self.n_groups) < self.top_k:
             raise ConfigError(f"moe top_groups={self.top_groups} must hold top_k={self.top_k} experts.")
         if self.n_shared_experts and not self.d_shared:

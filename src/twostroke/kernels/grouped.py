@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twostroke.core.policy import expert_rows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,13 +29,6 @@ def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
     return found
 
 
-def _rounded(n_rows: int) -> int:
-    """``n_rows`` or up to an eighth more: a library that compiles a product for each number of rows then compiles eight for
-    every doubling. oneDNN keeps 0.4 MB of each in bf16, and a step that had to compile nearly all took 6.1 s instead of 0.5."""
-    step = 1 << max(0, n_rows.bit_length() - 4)
-    return -(-n_rows // step) * step
-
-
 def _window(x: Tensor, first: int, n_rows: int) -> Tensor:
     """Rows from ``first`` on, zeros after the last."""
     missing = first + n_rows - x.shape[0]
@@ -44,7 +39,7 @@ def _multiply_each(x: Tensor, of_expert: Callable[[int], Tensor], width: int, en
     """Each expert's rows times its matrix. What it computes beyond its rows the next expert writes again."""
     y = x.new_empty(x.shape[0], width)
     for expert, first, end in _spans(ends):
-        n_rows = _rounded(end - first)
+        n_rows = expert_rows(end - first)
         if first + n_rows <= len(y):
             torch.mm(x[first : first + n_rows], of_expert(expert), out=y[first : first + n_rows])
         else:
@@ -67,7 +62,7 @@ def _multiply_backward(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor
     x_gradient = _multiply_each(gradient, lambda expert: weight[expert], weight.shape[2], ends)
     weight_gradient = torch.zeros_like(weight)
     for expert, first, end in _spans(ends):
-        n_rows = _rounded(end - first)
+        n_rows = expert_rows(end - first)
         rows = _window(gradient[:end], first, n_rows)  # zeros where x has rows of others
         torch.mm(rows.t(), _window(x, first, n_rows), out=weight_gradient[expert])
     return x_gradient, weight_gradient

@@ -95,17 +95,23 @@ def _gpu(facts: Facts) -> list[Advice]:
     return []
 
 
-def _calibration(facts: Facts) -> list[Advice]:
-    again = "twostroke calibrate"
+def needs_calibration(facts: Facts) -> list[str]:
+    """Reasons for which this machine has no profile that holds; none if it has one for both engines. A profile that was
+    measured beside other programs holds: its intervals are wider."""
     if facts.profile_problem:
-        return [Advice(f"The machine's profile cannot be read: {facts.profile_problem.partition(' Run `')[0]}", again)]
+        return [f"The machine's profile cannot be read: {facts.profile_problem.partition(' Run `')[0]}"]
     if not facts.profiles:
         reason = f" The stored one is another machine's: {facts.other_machine}." if facts.other_machine else ""
-        return [Advice(f"This machine was never calibrated: plans for it know only its datasheet.{reason}", again)]
-    found = [Advice(problem, again) for profile in facts.profiles for problem in _doubts(profile, facts)]
-    missing = {"train", "serve"} - {engine for profile in facts.profiles for engine in profile.engines}
-    found += [Advice(f"Nothing was measured for `{engine}`.", f"{again} --only {engine}") for engine in sorted(missing)]
-    if found and facts.busy_cores > BUSY_SHARE * facts.n_cores:
+        return [f"This machine was never calibrated: plans for it know only its datasheet.{reason}"]
+    return [reason for profile in facts.profiles for reason in _outdated(profile, facts)] + list(_unmeasured(facts).values())
+
+
+def _calibration(facts: Facts) -> list[Advice]:
+    again, unmeasured = "twostroke calibrate", _unmeasured(facts)
+    only = {reason: f"{again} --only {engine}" for engine, reason in unmeasured.items()}
+    reasons = [*needs_calibration(facts), *filter(None, map(_disturbed, facts.profiles))]
+    found = [Advice(reason, only.get(reason, again)) for reason in reasons]
+    if found and facts.profiles and facts.busy_cores > BUSY_SHARE * facts.n_cores:
         found.append(
             Advice(
                 f"Other programs keep {facts.busy_cores:.1f} of {facts.n_cores} cores busy: calibrate when they have ended.",
@@ -115,7 +121,13 @@ def _calibration(facts: Facts) -> list[Advice]:
     return found
 
 
-def _doubts(profile: Profile, facts: Facts) -> list[str]:
+def _unmeasured(facts: Facts) -> dict[str, str]:
+    """Engine → that none of the profiles has its measurements."""
+    missing = {"train", "serve"} - {engine for profile in facts.profiles for engine in profile.engines}
+    return {engine: f"Nothing was measured for `{engine}`." for engine in sorted(missing)}
+
+
+def _outdated(profile: Profile, facts: Facts) -> list[str]:
     """Reasons for which ``profile`` may no longer hold."""
     found = []
     if facts.torch_version and profile.torch_version != facts.torch_version:
@@ -127,9 +139,14 @@ def _doubts(profile: Profile, facts: Facts) -> list[str]:
         found.append(f"The {profile.device} profile was measured {then} the native library, and this machine runs {now} it.")
     if profile.age_days > MAX_AGE_DAYS:
         found.append(f"The {profile.device} profile is {profile.age_days:.0f} days old.")
-    if profile.disturbed_share > DISTURBED_SHARE or profile.low_by_share > 0:
-        found.append(
-            f"Other programs were busy while the {profile.device} profile was measured: "
-            f"rates may read up to {100 * profile.low_by_share:.0f}% low."
-        )
     return found
+
+
+def _disturbed(profile: Profile) -> str:
+    """That other programs were busy while ``profile`` was measured; empty if they were not."""
+    if profile.disturbed_share <= DISTURBED_SHARE and profile.low_by_share <= 0:
+        return ""
+    return (
+        f"Other programs were busy while the {profile.device} profile was measured: "
+        f"rates may read up to {100 * profile.low_by_share:.0f}% low."
+    )

@@ -76,7 +76,7 @@ def compare(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Training beside prefill beside decode: passes, memory, work, bounds, latency, network, storage, energy, money."""
-    from twostroke.planner.choosing.comparison import compare_plans, merge_measured
+    from twostroke.planner.choosing.comparison import compare_plans, merge_measured, merge_ranges
     from twostroke.planner.choosing.fitting import remedy_for
     from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
@@ -85,6 +85,7 @@ def compare(
     from twostroke.planner.training.plan import plan_training
     from twostroke.planner.training.shape import TrainingShape
     from twostroke.planner.truth.document import plan_document
+    from twostroke.planner.truth.intervals import predict_with_intervals
 
     machine = load_hardware(hardware, "train")
     served_on = load_hardware(hardware, "serve") if hardware == "this" else machine
@@ -105,6 +106,9 @@ def compare(
     training = dataclasses.replace(training, notes=(*training.notes, *found.notes))
     remedy = "" if training.fits else remedy_for(found.spec, shape, machine, layout)
     table = compare_plans(training, fitting_plan(found.spec, serving, served_on), found.name)
+    ranges = predict_with_intervals(training.prediction(), machine, "train")
+    served_ranges = predict_with_intervals(table.serving.prediction(), served_on, "serve", experts=found.spec.moe is not None)
+    table = merge_ranges(table, ranges, served_ranges)
     if train_run or serve_run:
         from twostroke.ledger.store import Ledger  # only here, because importing sqlite3 takes a tenth of a plan's time
 

@@ -53,6 +53,8 @@ class Cell:
     kind: Annotated[Mark, "predicted, measured, datasheet, assumed or given"] = "predicted"
     name: Annotated[str | None, "the ledger's name of the quantity"] = None
     measured: Annotated[float | str | None, "what a run of the ledger measured, or null"] = None
+    low: Annotated[float | None, "lower end of the prediction's range, or null"] = None
+    high: Annotated[float | None, "its upper end, or null"] = None
     note: Annotated[str, "what the number is, where the row does not say"] = ""
 
 
@@ -336,13 +338,14 @@ MEMORY_ROWS = (
     ("computed again", "recomputed", None, None),
     ("loss", "loss", None, None),
     ("heap and workspace", "workspace", None, None),
+    ("compiled products", "expert_products", None, None),
     ("copy for checkpoints", "snapshot", None, None),
     ("gathered for a layer", "gathered", None, None),
     ("dequantised", "dequantised", None, None),
     ("process at rest", "process", "process", None),
 )
 
-WHERE_NEEDED = ("recomputed", "loss", "workspace", "snapshot", "gathered", "dequantised")
+WHERE_NEEDED = ("recomputed", "loss", "workspace", "expert_products", "snapshot", "gathered", "dequantised")
 """Terms of training that have a row only where they take memory."""
 
 
@@ -473,7 +476,21 @@ def _watts(training: TrainingPlan, serving: ServingPlan) -> dict[str, float]:
     return {"train": training.watts, "prefill": prefill, "decode": decode}
 
 
-# -- measured beside predicted --------------------------------------------------------------------------------------------
+# -- ranges and measurements beside predictions ---------------------------------------------------------------------------
+
+
+def merge_ranges(
+    comparison: Comparison, train: Mapping[str, Mapping[str, Any]], serve: Mapping[str, Mapping[str, Any]]
+) -> Comparison:
+    """The same table with the ends of each prediction's range, by its ledger name, as ``truth.intervals`` gives them."""
+    ranges = {"train": train, "prefill": serve, "decode": serve}
+
+    def ranged(column: Column, cell: Cell) -> Cell:
+        found = ranges[column].get(cell.name or "", {})
+        return replace(cell, low=found.get("low"), high=found.get("high"))
+
+    rows = (replace(row, cells={of: ranged(of, cell) for of, cell in row.cells.items()}) for row in comparison.rows)
+    return replace(comparison, rows=tuple(rows))
 
 
 def merge_measured(

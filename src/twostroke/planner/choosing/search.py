@@ -42,12 +42,12 @@ from twostroke.planner.serving.plan import plan_serving, served_schemes, strateg
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import MOST_REQUESTS_PER_S
 from twostroke.planner.training.checkpointing import resilience
+from twostroke.planner.training.datasheet_rates import peak_type
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import PRECISIONS, snapshot_bytes, state_bytes
-from twostroke.planner.training.passes import optimizer_work
 from twostroke.planner.training.plan import (
-    ASSUMED_BATCH_S,
     StageTime,
+    batches_s,
     bubble_of,
     n_nodes,
     rate_dtype,
@@ -56,6 +56,7 @@ from twostroke.planner.training.plan import (
     step_traffic,
     step_watts,
     training_memory,
+    update_work,
 )
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.component import bound_of, total_seconds
@@ -538,12 +539,12 @@ class _TrainTimer:
         machine = self.machine
         passes = self._passes(layout, shape)
         traffic = step_traffic(self.spec, shape, machine, layout, passes)
-        update = optimizer_work(self.spec, shape, machine, layout)
+        update = update_work(self.spec, shape, machine, layout)
         bubble_s = bubble_of(shape, layout, passes, traffic)
         exposed_s = sum(t.exposed_s for t in traffic)
         works = (*passes.forward, *passes.backward)
         compute_s = shape.grad_accumulation * total_seconds(works) + update.seconds
-        step_s = compute_s + ASSUMED_BATCH_S * shape.grad_accumulation + exposed_s + bubble_s
+        step_s = compute_s + batches_s(shape, machine) + exposed_s + bubble_s
         watts = layout.n_devices * step_watts(
             (passes.forward, passes.backward), (update,), shape.grad_accumulation,
             step_s - compute_s - exposed_s, exposed_s, machine,
@@ -555,7 +556,7 @@ class _TrainTimer:
         values = {
             "step_time_s": step_s,
             "train_tok_per_s": tok_per_s,
-            "mfu": self.flops_per_token * tok_per_s / (machine.peak(rate_dtype(shape, machine)) * layout.n_devices),
+            "mfu": self.flops_per_token * tok_per_s / (machine.peak(peak_type(rate_dtype(shape, machine))) * layout.n_devices),
             "train_time_s": running_s,
             "cost_usd": layout.n_devices * rent_usd(running_s, machine.usd_per_hour.value),
             "energy_kwh": energy_kwh(running_s, watts),

@@ -30,6 +30,7 @@ from twostroke.planner.serving.native_products import (
     native_product_bytes,
     native_product_s,
     native_read_bytes,
+    native_reuse_bytes,
     native_weights_bytes,
 )
 from twostroke.planner.serving.sampling import choosing_s
@@ -368,11 +369,10 @@ class Native(Strategy):
         return [use for use in found if use.rows and use.times]
 
     def _working_set(self, phase: Phase) -> float:
-        """Bytes that are read between two uses of a matrix: all weights, and in a decode step the cache; times ``crowding``."""
+        """Bytes that are read between two uses of a matrix: weights, and in a decode step the cache; times ``crowding``."""
         shape = self.shape
-        # One token's experts are seldom the last one's, so all of them lie between two uses of one.
-        bytes_of_weights = native_read_bytes if self.spec.moe is None else native_weights_bytes
-        weights = bytes_of_weights(self.spec, shape.scheme, shape.head, shape.others)
+        rows = shape.batch if phase == "decode" else shape.prompt_tokens
+        weights = native_reuse_bytes(self.spec, shape.scheme, shape.head, rows, shape.others)
         read = weights + self._cache_bytes() if phase == "decode" else weights
         return letter("crowding", self.hardware.native_rates.crowding) * read
 

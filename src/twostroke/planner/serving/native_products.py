@@ -12,6 +12,7 @@ from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, Scheme, sche
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, rate_at
 from twostroke.planner.work.params import count_parameters
+from twostroke.planner.work.weights import experts_touched
 
 MANY_ROWS = 512
 """From so many rows on, arithmetic binds whatever the cache: the rate of so many is that of all."""
@@ -110,6 +111,23 @@ def native_weights_bytes(spec: ModelSpec, scheme: str, head: str, others: tuple[
     looked_up = parameters.positions + (0 if spec.tied_embeddings else parameters.embedding)
     rest = held + more_held - read - more_read + scheme_of(scheme).kept_bytes * looked_up
     return native_read_bytes(spec, scheme, head, others) + rest
+
+
+def native_reuse_bytes(spec: ModelSpec, scheme: str, head: str, rows: int, others: tuple[tuple[str, str], ...] = ()) -> float:
+    """Different bytes of weights that steps of ``rows`` rows read between two uses of one matrix: ``native_read_bytes`` of a
+    dense model.
+
+    A step touches an expert with probability p, so it is used again after g steps with p·(1 − p)^(g − 1), and another is
+    touched meanwhile with 1 − (1 − p)^g: 1/(2 − p) of all experts on average, half of them where few are touched.
+    """
+    one_row = native_read_bytes(spec, scheme, head, others)
+    if spec.moe is None or spec.moe.top_k == spec.moe.n_experts:
+        return one_row
+    n_experts, top_k = spec.moe.n_experts, spec.moe.top_k
+    (read, held), (more_read, more_held) = _blocks_bytes(spec, scheme), _others_more_bytes(spec, scheme, others)
+    each = (held + more_held - read - more_read) / (n_experts - top_k)  # of one expert in all layers
+    touched = letter("touched", experts_touched(n_experts, top_k, rows) / n_experts)
+    return one_row + each * (n_experts / (2.0 - touched) - top_k)
 
 
 @lru_cache(maxsize=256)

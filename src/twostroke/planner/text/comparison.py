@@ -13,6 +13,7 @@ from twostroke.planner.text.format import (
     footnotes,
     format_intensity,
     format_quantity,
+    format_range,
     notes_lines,
     wrapped,
 )
@@ -47,6 +48,31 @@ def _main_block(comparison: Comparison, has_measured: bool) -> list[list[str] | 
                 line.append("" if found is None or cell is None else format_quantity(found, cell.unit))
         rows.append(line)
     return rows
+
+
+NARROW = 1.01
+"""A range whose ends are no farther apart than this factor is not shown."""
+
+
+def _ranges_block(comparison: Comparison) -> list[list[str] | None]:
+    """Rows of the ranges that are wide enough to matter; a column without one is empty."""
+    rows: list[list[str] | None] = []
+    for row in comparison.rows:
+        cells = (row.cells.get(column) for column in COLUMNS)
+        line = ["" if cell is None or _is_narrow(cell) else format_range(cell.low, cell.high, cell.unit) for cell in cells]
+        if any(line):
+            rows.append([row.label, *line])
+    return rows
+
+
+def _is_narrow(cell: Cell) -> bool:
+    return cell.low is None or cell.high is None or cell.high <= NARROW * cell.low
+
+
+def ranges_lines(comparison: Comparison) -> list[str]:
+    """The table of the predictions' ranges; nothing if they were not merged in."""
+    rows = _ranges_block(comparison)
+    return [*_ruled([["90% range", "TRAINING", "PREFILL", "DECODE"], None, *rows]), ""] if rows else []
 
 
 def _component_facts(comparison: Comparison) -> dict[str, dict[str, Mapping[Column, Cell]]]:
@@ -148,7 +174,14 @@ def comparison_text(comparison: Comparison, remedy: str = "") -> str:
         *wrapped([f"{comparison.subject} on {comparison.hardware.label} (rates {comparison.hardware.basis})"]),
     ]
     body = _ruled([head, under, None, *_main_block(comparison, has_measured), None])
-    blocks = [*bounds_lines(comparison), "", *batch_lines(comparison), "", *wrapped(flip_lines(comparison))]
+    blocks = [
+        *ranges_lines(comparison),
+        *bounds_lines(comparison),
+        "",
+        *batch_lines(comparison),
+        "",
+        *wrapped(flip_lines(comparison)),
+    ]
     below = "\n".join([*top, *body, *notes_lines(comparison.notes), *wrapped([crossover_line(comparison)])])
     alone = serving.devices == training.layout.n_devices == 1
     whose = [] if alone else wrapped(["memory, traffic and waits are per device; rates, energy and money of all together"])

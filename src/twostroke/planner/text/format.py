@@ -56,6 +56,13 @@ def format_quantity(value: float | str | None, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def format_range(low: float | None, high: float | None, unit: str) -> str:
+    """``880–960 ms``: both ends, their unit once where it is the same."""
+    first, last = format_quantity(low, unit), format_quantity(high, unit)
+    number, _, of = first.partition(" ")
+    return f"{number if of == last.partition(' ')[2] else first}–{last}"
+
+
 def format_intensity(flop_per_byte: float) -> str:
     """``1,523 FLOP/B``; a dash for what computes nothing."""
     if not flop_per_byte:

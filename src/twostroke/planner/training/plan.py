@@ -58,6 +58,7 @@ class TrainingMemory:
     loss: Annotated[float, "bytes", "of logits and their gradients"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
     workspace: Annotated[float, "bytes", "that training on a CPU holds beyond its tensors", LeftOut]
+    expert_products: Annotated[float, "bytes", "of experts' products that oneDNN has compiled (CPU)", LeftOut]
     snapshot: Annotated[float, "bytes", "of the copy of a checkpoint that is being written (CPU)", LeftOut]
     gathered: Annotated[float, "bytes", "that ZeRO-3 holds whole for the moment", LeftOut]
     dequantised: Annotated[float, "bytes", "of QLoRA's largest matrix in the working type", LeftOut]
@@ -337,7 +338,6 @@ def plan_training(
         forward = shown(time.forward, "a pass over a micro-batch on the slowest stage")
     with within("backward"):
         backward = shown(time.backward, "a pass over a micro-batch on the slowest stage, what is computed again included")
-    data_s = learned_factor(hardware, "data") * (letter("handing_over", ASSUMED_BATCH_S) * shape.grad_accumulation)
     source = "weights as they are trained and the optimizer's state, of all ranks"
     stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
     keeps_masters = shape.dtype == "fp32" or shape.method != "full"  # adapters are written as they are trained
@@ -351,7 +351,7 @@ def plan_training(
         forward=forward,
         backward=backward,
         optimizer=update,
-        data_s=named("data_s", data_s, "s", "taking a batch that was made in the background", "assumed"),
+        data_s=batches_s(shape, hardware),
         startup_s=startup_s(shape, hardware),
         flops_per_token=flops_per_token(spec, shape),
         bytes_per_token=moved / shape.tokens_per_step * layout.context * layout.tensor * layout.pipeline,
@@ -418,6 +418,12 @@ def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: 
     explicit = attends_explicitly(hardware.kind, shape.compute_dtype, shape.sequence_length)
     again = attention if shape.checkpointing == "selective" and explicit else 0.0
     return named("recomputed_flops_per_token", again, "FLOP", "explicit attention again; checkpointing selective")
+
+
+def batches_s(shape: TrainingShape, hardware: Hardware) -> float:
+    """Seconds of a step for taking its batches."""
+    seconds = learned_factor(hardware, "data") * (letter("handing_over", ASSUMED_BATCH_S) * shape.grad_accumulation)
+    return named("data_s", seconds, "s", "taking a batch that was made in the background", "assumed")
 
 
 def startup_s(shape: TrainingShape, hardware: Hardware) -> float:

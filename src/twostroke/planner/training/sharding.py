@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.named import inputs, largest, letter, named, smallest
+from twostroke.core.policy import numbers_of_expert_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
@@ -340,6 +342,7 @@ _TERMS = {
     "recomputed": "the one layer that is being computed again, beyond what was kept of it",
     "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",
     "workspace": "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs",
+    "expert_products": "oneDNN's compiled products of experts: one for each number of rows, forward and two backward",
     "snapshot": "the copy that checkpoints are written from in the background",
     "gathered": "ZeRO-3 holds this layer and the next whole, embedding and head, and one layer's gradient",
     "dequantised": "QLoRA's largest matrix in the working type",
@@ -377,6 +380,9 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     }
     if recomputed:
         terms["recomputed"] = recomputed
+    compiled = expert_products_bytes(spec, shape, tokens, hardware)
+    if compiled:
+        terms["expert_products"] = _term("expert_products", compiled)
     if shape.snapshot and hardware.kind != "gpu":  # a GPU's copy is in the host's memory
         copied = snapshot_bytes(shape.dtype, part.trained + part.trained_experts, state["optimizer"])
         terms["snapshot"] = _term("snapshot", copied)
@@ -475,6 +481,25 @@ def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> 
     return letter("slack", ALLOCATOR_SLACK) * activations + letter("share", BACKWARD_SHARE) * activations / n_layers
 
 
+COMPILED_PRODUCT_BYTES = 0.65e6
+"""Resident bytes of a product that oneDNN has compiled: 0.55 to 0.60 MB of heap and 0.1 of code, of 15 products of 5 to 1,664
+rows and of any shape (bf16, torch 2.13, Zen 4)."""
+
+MOST_COMPILED_PRODUCTS = 1024
+"""Products that oneDNN keeps (its default capacity)."""
+
+
+def expert_products_bytes(spec: ModelSpec, shape: TrainingShape, tokens: float, hardware: Hardware) -> float:
+    """What oneDNN keeps of the products of experts on a CPU, in 16 bits: a router gives an expert any number of rows, and each
+    (as ``expert_rows`` rounds it) is a product of its own, forward and for both gradients. fp32 products are another library's,
+    which compiles none."""
+    if hardware.kind != "cpu" or bytes_of(shape.compute_dtype) == FP32:
+        return 0.0
+    shapes = {(m.n, m.k) for kind, _ in layer_kinds(spec) for m in kind.matrices if m.split == "expert"}
+    n_products = 3 * len(shapes) * letter("numbers_of_rows", numbers_of_expert_rows(int(tokens)))
+    return letter("compiled", COMPILED_PRODUCT_BYTES) * smallest(n_products, float(MOST_COMPILED_PRODUCTS))
+
+
 def backward_gradient_bytes(dtype: str) -> float:
     """Bytes a parameter of the gradients that a backward pass leaves beside the fp32 ones; none where those are the same."""
     precision = PRECISIONS[dtype]
@@ -495,8 +520,9 @@ def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float
     """Resident bytes of the process beside the ``counted_bytes`` that a plan counts: Python, torch, and the compiler if it
     compiles; and of eager steps what the allocator keeps of what they freed.
 
-    It is the measured peak of an anchor's steps less the terms planned for them, or without an anchor what torch takes after a
-    first product (``Process.resident_bytes``). Where the peaks of two depths grow by more than was counted, so does each byte.
+    It is the measured peak of an anchor's steps less the terms planned for them, the mean of both depths, or without an anchor
+    what torch takes after a first product (``Process.resident_bytes``). Where the peaks of two depths grow by more than was
+    counted, so does each byte.
     The memory of a GPU holds none of it.
     """
     if hardware.kind == "gpu":
@@ -514,7 +540,8 @@ def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float
             counted = [_anchor_bytes(anchor, n_layers, like, hardware) for n_layers in (anchor.shallow, anchor.deep)]
             if len(peaks) == 2:
                 kept = min(max((peaks[1] - peaks[0]) / (counted[1] - counted[0]) - 1.0, 0.0), MOST_KEPT)
-            resident = max(peaks[0] - (1.0 + kept) * counted[0], 0.0)
+            rest = [peak - (1.0 + kept) * planned for peak, planned in zip(peaks, counted, strict=False)]
+            resident = max(sum(rest) / len(rest), 0.0)
             break
     source = "resident memory of the process beside everything counted here"
     whole = letter("process", resident) + letter("kept", kept) * letter("counted", counted_bytes)
