@@ -52,7 +52,7 @@ def _by_case(ending: str, digits: str, upper: str = _UPPER, lower: str = _LOWER,
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{after}]*|{_LINES_AND_SPACES}"
 
 
-_NOT_HAN = tuple(f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_NOT_HAN = r"&&[^\p{Han}]]"
 
 
 _HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -76,7 +76,7 @@ _WORDS = (
         (rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}",),
     ),
     Words(("gpt-4o", "llama4", "kanana2"), (_by_case(f"{_ENGLISH}?", r"\p{N}{1,3}"),)),
-    Words(("kimi-k2",), (r"[\p{Han}]+|" + _by_case(f"{_ENGLISH}?", r"\p{N}{1,3}", *_NOT_HAN, after=""),)),
+    Words(("kimi-k2",), (r"[\p{Han}]+|" + _by_case(f"{_ENGLISH}?", r"\p{N}{1,3}", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, ""),)),
     Words(("tekken",), (_by_case("", r"\p{N}"),), whole=True, begins=True),
     Words(
         ("deepseek-llm",),
