@@ -76,7 +76,10 @@ _WORDS = (
         (rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}",),
     ),
     Words(("gpt-4o", "llama4", "kanana2"), (_by_case(f"{_ENGLISH}?", r"\p{N}{1,3}"),)),
-    Words(("kimi-k2",), (r"[\p{Han}]+|" + _by_case(f"{_ENGLISH}?", r"\p{N}{1,3}", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, ""),)),
+    Words(
+        ("kimi-k2",),
+        (r"[\p{Han}]+|" + _by_case(f"{_ENGLISH}?", r"\p{N}{1,3}", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, ""),),
+    ),
     Words(("tekken",), (_by_case("", r"\p{N}"),), whole=True, begins=True),
     Words(
         ("deepseek-llm",),
