@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from assets_folder import ASSETS
 from gguf_files import reference_model
@@ -24,6 +24,7 @@ from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_export import write_gguf
 from twostroke.interop.gguf_vocabulary import MIXED_TEXTS
 from twostroke.interop.import_model import import_model
+from twostroke.interop.tokenizer_tables import WORDS, byte_level_words
 from twostroke.model.load import load_model, load_state
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -107,7 +108,21 @@ def _olmo(directory: Path) -> None:
     shutil.copy(ASSETS / "tokenizers/olmo/allenai_gpt-neox-olmo-dolma-v1_5.json", directory / "tokenizer.json")
 
 
-@pytest.mark.parametrize("make", [_trained, _gpt2, _olmo])
+def _kimi(directory: Path) -> None:
+    """Trained by its words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level_words(WORDS["kimi-k2"]), decoders.ByteLevel()
+    files = [
+        str(ASSETS / "corpora/text/wagahaiwa_nekodearu_ja.txt"),
+        *map(str, sorted((ASSETS / "corpora/books").glob("*.txt"))[:2]),
+    ]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=["[EOS]"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train(list(map(str, files)), trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("make", [_trained, _gpt2, _olmo, _kimi])
 def test_tokens_are_ours(make: Any, tmp_path: Path) -> None:
     make(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

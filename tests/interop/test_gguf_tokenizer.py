@@ -118,6 +118,7 @@ CUTS = {
     "qwen2": ["IT", "'S", " ", "1", "2", "3", "4", "5", "+", "6", ".", "5", " one", "\n\n", " two"],
     "seed-coder": ["IT", "'S", " ", "1", "2", "3", "4", "5", "+", "6", ".", "5", " one", "\n\n", " two"],
     "gpt-4o": ["IT'S", " ", "123", "45", "+", "6", ".", "5", " one", "\n\n", " two"],
+    "kimi-k2": ["IT'S", " ", "123", "45", "+", "6", ".", "5", " one", "\n\n", " two"],
     "tekken": ["IT", "'S", " ", "1", "2", "3", "4", "5", "+", "6", ".", "5", " one", "\n\n", " two"],
     "deepseek-llm": ["IT", "'", "S", " ", "12345", "+", "6", ".", "5", " one", "\n", "\n", " two"],
     "deepseek-coder": ["IT", "'", "S", " ", "1", "2", "3", "4", "5", "+", "6", ".", "5", " one", "\n", "\n", " two"],
@@ -135,6 +136,12 @@ def test_each_rule_cuts_as_its_expressions_say(name: str) -> None:
 
 def test_every_rule_is_cut_here() -> None:
     assert {words_of(name).patterns for name in CUTS} == {words.patterns for words in WORDS.values()}
+
+
+def test_kimi_cuts_chinese_characters_from_other_letters() -> None:
+    text = "你好Hello世界 HelloWorld ひらがな漢字 x//\nx"
+    cut = [text[start:end] for _, (start, end) in byte_level_words(words_of("kimi-k2")).pre_tokenize_str(text)]
+    assert cut == ["你好", "Hello", "世界", " Hello", "World", " ひらがな", "漢字", " x", "//\n", "x"]
 
 
 def test_deepseeks_letters_are_those_with_a_case() -> None:

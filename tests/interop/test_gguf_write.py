@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from typer.testing import CliRunner
 
 from gguf_files import reference_model
+from hf_models import save_reference
 from interop.test_gguf_families import CASES, SIZES
 from interop.test_gguf_tokenizer import SAMPLES, tables
 from twostroke.cli.main import app
@@ -287,6 +288,28 @@ def test_llama_3s_scaling_and_windows_come_back(tmp_path: Path) -> None:
     notes = export_model(tmp_path / "w", tmp_path / "w.gguf", to="gguf").notes
     assert read_gguf(tmp_path / "w.gguf").spec == mistral
     assert "llama.cpp computes this architecture without the model's window" in notes[0]
+
+
+def test_kimi_k2_comes_back_by_its_tokenizer(tmp_path: Path) -> None:
+    """Its architecture is DeepSeek-V3's; without its tokenizer it is read as that."""
+    save_reference("kimi_k2", tmp_path / "kimi")
+    words = WORDS["kimi-k2"]
+    vocab, merges = tables(byte_level_words(words))
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    spec = load_state(tmp_path / "kimi")[0].with_(vocab_size=len(pieces), bos_token_id=0, eos_token_ids=(1,))
+    torch.manual_seed(0)
+    save_model(Decoder(spec), spec, tmp_path / "m")
+    export_model(tmp_path / "m", tmp_path / "plain.gguf", precision="F32", to="gguf")
+    assert read_gguf(tmp_path / "plain.gguf").spec == spec.with_(family="deepseek_v3")
+    given = byte_level_bpe(
+        pieces, [" ".join(m) for m in merges], [3, 3] + [1] * (len(pieces) - 2), words, None, Allowance(tmp_path, 2**24)
+    )
+    put(tmp_path / "m", given, eos_token="<|end|>")
+    export_model(tmp_path / "m", tmp_path / "m.gguf", precision="F32", to="gguf")
+    found = read_gguf(tmp_path / "m.gguf")
+    assert found.spec == spec
+    for name, tensor in load_state(tmp_path / "m")[1].items():
+        assert torch.equal(found.state[name], tensor), name
 
 
 def test_a_family_without_a_row_and_a_weight_beyond_fp16_are_refused(tmp_path: Path) -> None:

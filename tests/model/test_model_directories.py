@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_models import CASES, SAVED_AS, TOLERANCE, V, random_tokens, reference_model, relative_error, save_reference
@@ -21,6 +26,7 @@ from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import from_canonical, to_canonical
+from twostroke.model.lazy_state import LazyState
 from twostroke.model.load import load_model, load_state, save_model
 from twostroke.model.safetensors_file import WeightFiles, read_header
 from twostroke.quantization.directory import Quantisation
@@ -100,6 +106,38 @@ def test_shards_hold_each_tensor_once_and_load_back(tmp_path: Path) -> None:
     reload_in_transformers(tmp_path / "m")
 
 
+def test_tensors_are_written_one_at_a_time(tmp_path: Path) -> None:
+    tensors = Decoder(SPEC).tensors
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def made(name: str) -> torch.Tensor:
+        assert sum(ref() is not None for ref in alive) <= 1
+        tensor = tensors[name].detach().clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    save_model(LazyState({name: partial(made, name) for name in tensors}), SPEC, tmp_path / "m")
+    assert len(alive) == len(tensors)
+    with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    for name, tensor in load_state(tmp_path / "m")[1].items():
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_what_the_disk_does_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a thread is told so while later tensors are made."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("twostroke.model.save._FLUSH_BYTES", 1)
+    monkeypatch.setattr("twostroke.model.save.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_model(Decoder(SPEC), SPEC, tmp_path / "m")
+    assert caught.value.filename == str(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_state_saves_as_its_decoder_does(tmp_path: Path, directory: Path) -> None:
     spec, state = load_state(directory)
     assert spec == SPEC
@@ -123,7 +161,7 @@ def test_a_save_that_fails_leaves_the_old_model_and_no_debris(directory: Path, m
         raise OSError(28, "No space left on device")
 
     before = {p.name: p.read_bytes() for p in directory.iterdir()}
-    monkeypatch.setattr("twostroke.model.save.save_file", fail)
+    monkeypatch.setattr("twostroke.model.save._write_flushing", fail)
     with pytest.raises(OSError, match="No space"):
         save_model(Decoder(SPEC), SPEC, directory, replace=True)
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before

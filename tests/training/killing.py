@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.recipe import TrainRecipe
+from twostroke.model.safetensors_file import tensor_bytes
 from twostroke.training import step as step_module
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.start import train
-from twostroke.training.tensor_file import tensor_bytes
 
 OF_THE_CLOCK = {
     "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "data_s",

@@ -135,7 +135,7 @@ class TestFullDisk:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("twostroke.model.save.save_file", full)
+            patch.setattr("twostroke.model.save._write_flushing", full)
             with pytest.raises(
                 TwostrokeError, match=r"all 2 steps are done, but .* No space left on device.*step-00000002 is kept"
             ):

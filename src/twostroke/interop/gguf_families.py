@@ -80,11 +80,11 @@ class GgufFamily:
     """One row. Keys of metadata are written without the architecture that they begin with.
 
     ``family`` is a ``model_type``; ``windowed_family`` another one for files with a sliding window, ``expert_family`` for files
-    with experts; ``other_family`` one that ``computed`` may name. ``counts`` are config keys of experts and the metadata key of
-    each, ``constants`` config keys that metadata do not say. ``eps`` is the config's key of the norms' ε. ``numbers``: config
-    keys, the metadata key of each and what stands for a missing one (None: the family's own default). ``present``: config flags
-    that are true where the first layer has a tensor. ``renamed``: the family's spelling of usual keys. ``computed`` makes the
-    remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
+    with experts; ``other_families`` those that ``computed`` may name. ``counts`` are config keys of experts and the metadata
+    key of each, ``constants`` config keys that metadata do not say. ``eps`` is the config's key of the norms' ε. ``numbers``:
+    config keys, the metadata key of each and what stands for a missing one (None: the family's own default). ``present``:
+    config flags that are true where the first layer has a tensor. ``renamed``: the family's spelling of usual keys.
+    ``computed`` makes the remaining keys, from metadata that ``fields`` makes of a spec when a file is written.
 
     ``window_period`` n: all but each n-th layer have the window, 1: all have; None: no layer has one. ``window`` stands for a
     missing size. ``windowed_theta``: windowed layers turn by angles of this base, unscaled, where metadata name no other.
@@ -97,7 +97,7 @@ class GgufFamily:
     family: str
     windowed_family: str = ""
     expert_family: str = ""
-    other_family: str = ""
+    other_families: tuple[str, ...] = ()
     counts: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     weights: WeightNames = GGUF_WEIGHTS
@@ -117,7 +117,8 @@ class GgufFamily:
     @property
     def families(self) -> tuple[str, ...]:
         """Every ``model_type`` that a file may become."""
-        return tuple(name for name in (self.family, self.windowed_family, self.expert_family, self.other_family) if name)
+        named = (self.family, self.windowed_family, self.expert_family, *self.other_families)
+        return tuple(name for name in named if name)
 
     def heads(self, spec: ModelSpec) -> dict[str, int]:
         """Names of tensors whose rows are stored in pairs, and how many heads each has."""
@@ -188,7 +189,8 @@ def _routing_fields(spec: ModelSpec) -> dict[str, Value]:
 
 
 def _deepseek(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3 by its sigmoid, else V2. Files whose keys are one head name a head's sizes under keys of their own."""
+    """DeepSeek-V3 by its sigmoid, and Kimi K2 by its tokenizer's words besides; else V2. Files whose keys are one head name a
+    head's sizes under keys of their own."""
     prefix = "deepseek2.attention."
     for name in ("temperature_length", "temperature_scale"):
         if f"{prefix}{name}" in metadata:
@@ -206,8 +208,9 @@ def _deepseek(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
             "numbers of a key."
         )
     routing = _routing(metadata, config)
+    third = "kimi_k2" if metadata.text("tokenizer.ggml.pre", "") == "kimi-k2" else "deepseek_v3"
     return routing | {
-        "model_type": "deepseek_v2" if function == _SOFTMAX else "deepseek_v3",
+        "model_type": "deepseek_v2" if function == _SOFTMAX else third,
         "topk_method": "group_limited_greedy" if routing["n_group"] > 1 else "greedy",
         "q_lora_rank": metadata.integer(f"{prefix}q_lora_rank", 0) or None,
         "kv_lora_rank": metadata.integer(f"{prefix}kv_lora_rank"),
@@ -303,7 +306,7 @@ GGUF_FAMILIES: dict[str, GgufFamily] = {
             present=_BIASES | {"use_qk_norm": "attn_q_norm.weight"}, computed=_glm_routing, fields=_routing_fields,
         ),
         GgufFamily(
-            "deepseek2", "deepseek_v2", other_family="deepseek_v3", counts=_ROUTED_EXPERTS, computed=_deepseek,
+            "deepseek2", "deepseek_v2", other_families=("deepseek_v3", "kimi_k2"), counts=_ROUTED_EXPERTS, computed=_deepseek,
             fields=_deepseek_fields, scores_stretched=True,
         ),
         GgufFamily(

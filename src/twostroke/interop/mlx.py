@@ -75,10 +75,11 @@ def _tensors(source: ExportSource, dtype: str, bits: int | None) -> Iterator[tup
     prefix = "transformer." if source.spec.family == "gpt2" else ""
     for name, tensor in stored_tensors(source.spec, source.state, dtype):
         if bits is None or name not in in_codes:
-            yield name.removeprefix(prefix), tensor
+            # Rows of a packed matrix share its storage, which safetensors refuses to write.
+            yield name.removeprefix(prefix), tensor.clone(memory_format=torch.contiguous_format)
             continue
         stem = name.removesuffix(".weight")
-        for part, values in zip(("weight", "scales", "biases"), in_groups(tensor, bits), strict=True):
+        for part, values in zip(("weight", "scales", "biases"), in_groups(tensor.contiguous(), bits), strict=True):
             yield f"{stem}.{part}", values
 
 

@@ -44,11 +44,15 @@ _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _by_case(ending: str, digits: str) -> str:
-    """Words that change case at most once, from capitals to small letters (OpenAI's o200k, Mistral's Tekken)."""
+def _by_case(ending: str, digits: str, upper: str = _UPPER, lower: str = _LOWER, after: str = "/") -> str:
+    """Words that change case at most once, from capitals to small letters (OpenAI's o200k, Mistral's Tekken). ``after``: what
+    may follow other signs beside ends of lines."""
     start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
+    words = f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{after}]*|{_LINES_AND_SPACES}"
+
+
+_NOT_HAN = r"&&[^\p{Han}]]"
 
 
 _HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -72,6 +76,10 @@ _WORDS = (
         (rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES_AND_SPACES}",),
     ),
     Words(("gpt-4o", "llama4", "kanana2"), (_by_case(f"{_ENGLISH}?", r"\p{N}{1,3}"),)),
+    Words(
+        ("kimi-k2",),
+        (r"[\p{Han}]+|" + _by_case(f"{_ENGLISH}?", r"\p{N}{1,3}", _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN, ""),),
+    ),
     Words(("tekken",), (_by_case("", r"\p{N}"),), whole=True, begins=True),
     Words(
         ("deepseek-llm",),

@@ -6,13 +6,15 @@ Format (huggingface/safetensors, README "Format"): 8 bytes little-endian header 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from torch import Tensor
 
 from twostroke.core.documents import Allowance, parse_json, read_object
@@ -30,6 +32,30 @@ _ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
+
+_TAGS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], made_by: str | None = None) -> bytes:
+    """What comes before the bytes of ``tensors``, which follow in this order. transformers refuses a file that does not say
+    what ``made_by`` says."""
+    header: dict[str, Any] = {} if made_by is None else {"__metadata__": {"format": made_by}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _TAGS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors are aligned when the file is mapped
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of ``tensor`` in row-major order, without a copy if it is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data if flat.numel() else memoryview(b"")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import from_canonical
-from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME
+from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, header_of, tensor_bytes
 
 COMPANION_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
@@ -58,8 +60,8 @@ def save_model(
     """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path.
 
     ``tokenizer_path`` is a ``tokenizer.json``, or a directory whose tokenizer files are copied. Everything is written to a new
-    directory beside the target, which is then renamed, so that a reader never sees an incomplete model. Memory: the model and
-    one shard.
+    directory beside the target, which is then renamed, so that a reader never sees an incomplete model. Memory beside the
+    model: one tensor and its parts.
 
     Raises InputError if ``directory`` is not empty and ``replace`` is not set, ConfigError for a dtype that is not a storage
     format, CorruptFileError if the state lacks a tensor or has one of another shape.
@@ -87,7 +89,7 @@ def fill_directory(
     _check_names(spec, state)
     write_json(directory / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
     write_json(directory / "generation_config.json", generation_config(spec))
-    write_shards(stored_tensors(spec, state, dtype), directory, max_shard_bytes)
+    _write_state(spec, state, dtype, directory, max_shard_bytes)
     if tokenizer_path is not None:
         write_tokenizer(tokenizer_path, spec, directory)
 
@@ -172,8 +174,8 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def stored_tensors(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, contiguous tensor in ``dtype``) one by one. Raises CorruptFileError for a tensor of another shape than
-    ``spec`` asks for."""
+    """(stored name, tensor in ``dtype``) one by one; rows of a packed matrix share its storage. Raises CorruptFileError for a
+    tensor of another shape than ``spec`` asks for."""
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
     shapes = {entry.canonical: entry.shape for entry in layout(spec)}
 
@@ -186,8 +188,55 @@ def stored_tensors(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str) -> 
         return tensor
 
     for name, tensor in from_canonical(spec, checked):
-        # Rows of a packed matrix share its storage, which safetensors refuses to write, so each part is cloned.
-        yield name, tensor.to("cpu", wanted).clone().contiguous()
+        yield name, tensor.to("cpu", wanted)
+
+
+def _write_state(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, directory: Path, max_shard_bytes: int) -> None:
+    """Write ``state`` to shards of at most ``max_shard_bytes``, each tensor as it is made: where a tensor is decoded, the disk
+    takes those before it meanwhile."""
+    wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    shapes = {part.name: entry.stored_shape(part) for entry in layout(spec) for part in entry.parts}
+    n_bytes = {name: math.prod(shape) * wanted.itemsize for name, shape in shapes.items()}
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name in shapes:
+        if shards[-1] and held + n_bytes[name] > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += n_bytes[name]
+    tensors = stored_tensors(spec, state, dtype)
+    files = []
+    for number, names in enumerate(shards, start=1):
+        files.append(directory / f"model-{number:05d}.safetensors")
+        header = header_of({name: (wanted, shapes[name]) for name in names}, made_by="pt")
+        _write_flushing(files[-1], itertools.chain([memoryview(header)], map(_bytes, itertools.islice(tensors, len(names)))))
+    _name_shards(files, shards, sum(n_bytes.values()))
+
+
+def _bytes(named: tuple[str, Tensor]) -> memoryview:
+    return tensor_bytes(named[1])
+
+
+_FLUSH_BYTES = 2**26
+"""So much is written before the disk is asked to take it while the next tensors are made."""
+
+
+def _write_flushing(file: Path, pieces: Iterable[memoryview]) -> None:
+    """Write ``pieces`` to the new file ``file``; a thread has the disk take what is written. Raises OSError."""
+    with file.open("xb") as stream, ThreadPoolExecutor(1) as pool:
+        flushing: Future[None] | None = None
+        waiting = 0
+        for piece in pieces:
+            stream.write(piece)
+            waiting += len(piece)
+            if waiting >= _FLUSH_BYTES and (flushing is None or flushing.done()):
+                if flushing is not None:
+                    flushing.result()
+                stream.flush()
+                flushing, waiting = pool.submit(os.fsync, stream.fileno()), 0
+        if flushing is not None:
+            flushing.result()
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -210,22 +259,28 @@ def write_shards(
     made_by: str = "pt",
 ) -> None:
     """Write contiguous ``tensors`` by stored name to one safetensors file, or to several and their index. Memory: one shard."""
-    total_bytes, files = 0, []
-    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    files, names = [], []
     for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
-        file = directory / f"model-{number:05d}.safetensors"
-        save_file(shard, file, metadata={"format": made_by})  # transformers refuses a file without this
-        files.append(file)
+        files.append(directory / f"model-{number:05d}.safetensors")
+        save_file(shard, files[-1], metadata={"format": made_by})  # transformers refuses a file without this
+        names.append(list(shard))
         total_bytes += sum(t.nbytes for t in shard.values())
-        weight_map |= dict.fromkeys(shard, file.name)
+    _name_shards(files, names, total_bytes)
+
+
+def _name_shards(files: Sequence[Path], names: Sequence[Sequence[str]], total_bytes: int) -> None:
+    """Give ``files`` the names that readers expect, with an index of the tensors in each where there are several."""
+    directory = files[0].parent
     if len(files) == 1:
         files[0].rename(directory / SINGLE_NAME)
         return
-    final = {file.name: f"{file.stem}-of-{len(files):05d}.safetensors" for file in files}
-    for file in files:
-        file.rename(directory / final[file.name])
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: final[v] for k, v in weight_map.items()}}
-    write_json(directory / INDEX_NAME, index)
+    weight_map: dict[str, str] = {}
+    for file, held in zip(files, names, strict=True):
+        final = f"{file.stem}-of-{len(files):05d}.safetensors"
+        file.rename(directory / final)
+        weight_map |= dict.fromkeys(held, final)
+    write_json(directory / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:

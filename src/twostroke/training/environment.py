@@ -18,8 +18,8 @@ from torch import Tensor
 from twostroke.core.profile import read_fingerprint
 from twostroke.kernels.native_library import holding
 from twostroke.ledger.code_version import code_version
+from twostroke.model.safetensors_file import tensor_bytes
 from twostroke.training.parallelize import why_not_compile
-from twostroke.training.tensor_file import tensor_bytes
 
 SWITCHES = (
     "ATEN_CPU_CAPABILITY",

@@ -8,30 +8,17 @@ the format.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-import torch
 from torch import Tensor
+
+from twostroke.model.safetensors_file import header_of, tensor_bytes
 
 PIECE_BYTES = 1 << 20
 """A piece is hashed, then written. It is small enough to stay in a core's cache in between, and to release the GIL often."""
-
-_TAGS = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.bool: "BOOL",
-}
 
 
 class HashedFile:
@@ -68,20 +55,7 @@ class HashedFile:
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors`` in the order of their names, whatever device they are on, one at a time."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned when the file is mapped
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in sorted(tensors):
+    rows = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)}
+    file.write(header_of(rows))
+    for name in rows:
         file.write(tensor_bytes(tensors[name]))
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of ``tensor`` in row-major order, without a copy if it is contiguous on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data if flat.numel() else memoryview(b"")
