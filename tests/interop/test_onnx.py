@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from peers import ask, assert_answers_as_we_do, peer_python
+from peers import ask, assert_answers_as_we_do, error, export_with_packages
 from safetensors.torch import load_file, save_file
 
 from real_model import greedy_reference
@@ -53,13 +51,6 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     both, _ = passed(session, short, mask, None)
     found[folder.name] = [np.concatenate(parts).tolist(), both[0, 3:].tolist()]
 print("FOUND", json.dumps(found))
-"""
-EXPORT = """
-import json, sys
-sys.path.append(sys.argv[2])  # after our own packages
-from twostroke.interop.export_model import export_model
-for source, out, precision in json.loads(sys.argv[1]):
-    export_model(source, out, to="openvino", precision=precision)
 """
 OPENVINO = """
 import json, sys
@@ -196,22 +187,15 @@ def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_openvino_computes_what_we_compute(tmp_path: Path) -> None:
     """The same of OpenVINO's own files. It multiplies codes in fp32 if told to, so their layout is held to five digits."""
-    (site,) = peer_python("openvino").parents[1].glob("lib/python*/site-packages")
     exports: list[tuple[str, str, str]] = []
     wanted = all_precisions(tmp_path, lambda *words: exports.append((str(words[0]), str(words[1]), words[2])))
-    command = EXPORT, json.dumps(exports), str(site)
-    subprocess.run([sys.executable, "-c", *command], check=True, capture_output=True, timeout=900)
+    export_with_packages("openvino", exports)
     found = ask("openvino", OPENVINO, tmp_path / "out", json.dumps(IDS.tolist()))
     for name, logits in wanted.items():
         got, tokens = found[name]
         assert error(got, logits) < {"fp16": 1e-2}.get(name, 1e-5), name
         if name in DENSE:
             assert tokens == greedy_reference(tmp_path / "sources" / name, IDS[0].tolist(), 64)[0], name
-
-
-def error(got: list[list[float]], wanted: torch.Tensor) -> float:
-    """Root mean square of the difference, as a share of that of the logits."""
-    return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
 
 
 def all_precisions(folder: Path, export: Callable[[Path, Path, str], object]) -> dict[str, torch.Tensor]:
