@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from real_model import greedy_reference
 from small_models import EVERY, saved
-from twostroke.core.errors import ConfigError
 from twostroke.interop.export_model import export_model
 from twostroke.interop.onnx import BLOCK, DATA, GRAPH, in_blocks, of_blocks
 from twostroke.model.load import load_model
@@ -94,7 +94,7 @@ while not generator.is_done():
 print("FOUND", json.dumps([list(map(int, prompt)), tokens]))
 """
 IDS = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(5))
-DENSE = sorted(name for name, spec in EVERY.items() if spec.moe is None and spec.mla is None)
+NAMES = sorted(EVERY)
 
 
 def messages(raw: bytes) -> Iterator[tuple[int, bytes]]:
@@ -139,7 +139,7 @@ def test_blocks_hold_numbers_to_a_step(bits: int) -> None:
     assert torch.equal(back[1, :BLOCK], weight[1, :BLOCK])
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_graph_names_each_value_once_and_uses_only_what_is_before(name: str, tmp_path: Path) -> None:
     """ONNX wants nodes in order. Weights lie inside the file beside the graph, none on another."""
     _, source = saved(name, tmp_path / "source")
@@ -161,14 +161,6 @@ def test_a_graph_names_each_value_once_and_uses_only_what_is_before(name: str, t
     assert end == size
 
 
-def test_models_that_are_not_dense_are_refused(tmp_path: Path) -> None:
-    for name, words in (("mixtral", "experts"), ("deepseek_v3", "experts")):
-        _, source = saved(name, tmp_path / name)
-        with pytest.raises(ConfigError, match=f"ONNX graphs are written of dense models, and this {name} model has {words}"):
-            export_model(source, tmp_path / "out", to="onnx")
-        assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @torch.no_grad()
@@ -179,7 +171,7 @@ def test_onnxruntime_computes_what_we_compute(tmp_path: Path) -> None:
     found = ask("onnx", LOGITS, tmp_path / "out", json.dumps(IDS.tolist()))
     for name, logits in wanted.items():
         for got in found[name]:
-            assert error(got, logits) < {"fp16": 1e-2, "int8": 0.1, "int4": 0.1}.get(name, 1e-5), name
+            assert error(got, logits) < {"fp16": 1e-2, "int8": 0.1, "int4": 0.1}.get(name.split("-")[-1], 1e-5), name
 
 
 @pytest.mark.soak
@@ -193,31 +185,32 @@ def test_openvino_computes_what_we_compute(tmp_path: Path) -> None:
     found = ask("openvino", OPENVINO, tmp_path / "out", json.dumps(IDS.tolist()))
     for name, logits in wanted.items():
         got, tokens = found[name]
-        assert error(got, logits) < {"fp16": 1e-2}.get(name, 1e-5), name
-        if name in DENSE:
+        assert error(got, logits) < {"fp16": 1e-2}.get(name.split("-")[-1], 1e-5), name
+        if name in NAMES:
             assert tokens == greedy_reference(tmp_path / "sources" / name, IDS[0].tolist(), 64)[0], name
 
 
 def all_precisions(folder: Path, export: Callable[[Path, Path, str], object]) -> dict[str, torch.Tensor]:
-    """Exports of every dense model in fp32, and of one in each other precision; the logits that they must give."""
+    """Exports of every model in fp32, and of two in each other precision; the logits that they must give."""
     wanted = {}
-    for name in DENSE:
+    for name in NAMES:
         decoder, source = saved(name, folder / "sources" / name)
         export(source, folder / "out" / name, "fp32")
         wanted[name] = decoder(IDS)[0]
-    for precision in ("fp16", "int8", "int4"):
-        _, source = saved("llama", folder / "sources" / precision)
-        export(source, folder / "out" / precision, precision)
-        reference = Path(shutil.copytree(source, folder / "references" / precision))
+    for family, precision in itertools.product(("llama", "olmoe"), ("fp16", "int8", "int4")):
+        name = f"{family}-{precision}"
+        _, source = saved(family, folder / "sources" / name)
+        export(source, folder / "out" / name, precision)
+        reference = Path(shutil.copytree(source, folder / "references" / name))
         if precision != "fp16":
             held = load_file(source / "model.safetensors")
             for key, weight in held.items():
                 bits = 4 if precision == "int4" and not key.startswith("lm_head") else 8
-                if weight.ndim == 2 and "embed" not in key:
+                if weight.ndim == 2 and "embed" not in key and not key.endswith("mlp.gate.weight"):  # a router stays plain
                     held[key] = of_blocks(*in_blocks(weight, bits), bits, weight.shape[1]).contiguous()
             held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"].half().float()
             save_file(held, reference / "model.safetensors", metadata={"format": "pt"})
-        wanted[precision] = load_model(reference)(IDS)[0]
+        wanted[name] = load_model(reference)(IDS)[0]
     return wanted
 
 

@@ -81,7 +81,8 @@ def _round(decoder: StaticDecoder, bits: int) -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, PerGroup, quantize_
 
     def config(bits: int) -> Int8DynamicActivationIntxWeightConfig:
-        kind, granularity = (torch.int4, PerGroup(GROUP)) if bits == 4 else (torch.int8, PerAxis(0))
+        kind: torch.dtype = getattr(torch, f"int{bits}")
+        granularity = PerGroup(GROUP) if bits == 4 else PerAxis(0)
         return Int8DynamicActivationIntxWeightConfig(weight_dtype=kind, weight_granularity=granularity)
 
     quantize_(decoder.decoder.blocks, config(bits))

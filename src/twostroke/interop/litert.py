@@ -1,9 +1,9 @@
 """Writes LiteRT programs (.tflite), by the litert-torch package.
 
-Two signatures, ``prefill_128`` and ``decode``, of 128 tokens and of one. Inputs: ``tokens`` (1, T) and ``input_pos`` (T), int32,
-and of each layer ``kv_cache_k_i`` and ``kv_cache_v_i`` (1, K, S, D). Outputs: ``logits`` (1, V) of the last token and the caches
-as they become. Names are those of google-ai-edge/litert-torch's own models. A prompt's rest below 128 tokens goes through
-``decode``.
+Two signatures, ``prefill_128`` and ``decode``, of 128 tokens and of one. Inputs: ``tokens`` (1, T) and ``input_pos`` (T), both
+int32, and of each layer ``kv_cache_k_i`` and ``kv_cache_v_i`` (1, K, S, D). Outputs: ``logits`` (1, V) of the last token and
+the caches as they become. Names are those of google-ai-edge/litert-torch's own models. A prompt's rest below 128 tokens goes
+through ``decode``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ runtime has one shape of cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,7 @@ class StaticDecoder(nn.Module):
         self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device="meta")
         self.head.weight = nn.Parameter(decoder.head_weight.detach())
         for block in decoder.blocks:
+            assert isinstance(block.attn, Attention)
             block.attn = _CachedAttention(block.attn, self.call)
         self.decoder = decoder.requires_grad_(False)
         self.tables = {rope: angles(spec, rope, self.n_context) for rope in spec.ropes}
