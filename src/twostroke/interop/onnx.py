@@ -40,9 +40,18 @@ instead of 0.09 in int4 and 5.7 instead of 0.07 in int8, for which it has no ker
 
 
 def write_onnx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
-    """Fill ``out`` with the graph, its weights, the tokenizer and the configuration of onnxruntime-genai. In fp32 and fp16
-    everything is of that type; in int8 and int4 matrices are codes, the head always of 8 bits, and the rest is fp32. Memory:
-    one matrix, or those of a layer's experts of one kind."""
+    """Fill ``out`` as ``write_graph`` does, and with the configuration of onnxruntime-genai."""
+    notes = write_graph(source, out, precision)
+    if source.spec.mla is not None:
+        return (*notes, "onnxruntime-genai reads keys and values of one width, which latent attention does not have.")
+    write_json(out / GENAI, _genai_config(source.spec))
+    return notes
+
+
+def write_graph(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
+    """Fill ``out`` with the graph, its weights, the tokenizer and the model's configuration. In fp32 and fp16 everything is of
+    that type; in int8 and int4 matrices are codes, the head always of 8 bits, and the rest is fp32. Memory: one matrix, or
+    those of a layer's experts of one kind."""
     spec = source.spec
     with (out / DATA).open("wb") as stream:
         graph = _Graph(source, OnnxFile(stream, DATA), precision)
@@ -50,18 +59,11 @@ def write_onnx(source: ExportSource, out: Path, precision: str) -> tuple[str, ..
         graph.file.save(out / GRAPH, spec.family, f"twostroke {__version__}")
     write_json(out / "config.json", config_from_spec(spec, TORCH_NAMES[precision if precision == "fp16" else "fp32"]))
     write_json(out / "generation_config.json", generation_config(spec))
-    notes = []
-    if spec.mla is None:
-        write_json(out / GENAI, _genai_config(spec))
-    else:
-        notes.append("onnxruntime-genai reads keys and values of one width, which latent attention does not have.")
     if source.tokenizer is not None:
         write_tokenizer(source.tokenizer, spec, out)
     if any(rope.scaling in ("longrope", "dynamic") for rope in spec.ropes):
-        notes.append(
-            f"the angles of {spec.rope.scaling} positions are those of the longest context, {spec.max_positions} tokens."
-        )
-    return tuple(notes)
+        return (f"the angles of {spec.rope.scaling} positions are those of the longest context, {spec.max_positions} tokens.",)
+    return ()
 
 
 class _Graph:
