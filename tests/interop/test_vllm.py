@@ -75,7 +75,7 @@ def test_vllm_finds_the_model_that_we_find(scheme: str, tmp_path: Path) -> None:
     if scheme == "plain":
         export_model(made, directory, to="hf", precision="bf16")
     else:
-        nearest = ["--nearest"] if scheme == "int4" else []
+        nearest = ["--rounding", "nearest"] if scheme == "int4" else []
         done = CliRunner().invoke(app, ["quantize", str(made), str(directory), "--scheme", scheme, *nearest])
         assert done.exit_code == 0, done.output
     we = ours(directory)

@@ -6,6 +6,7 @@ runtime has one shape of cache.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from twostroke.interop.export_targets import ExportSource
 from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder, capped
 from twostroke.model.load import filled
+from twostroke.model.mlp import GatedMlp
 from twostroke.model.rope import angles, by_halves, rotate, turned_by_halves
 from twostroke.model.save import generation_config, write_json, write_tokenizer
 
@@ -68,6 +70,15 @@ def length_notes(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by tanh, written out: ExecuTorch 1.5 gives XNNPACK ``gelu`` without its ``approximate``, an error of 2e-4."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def _gated_by_gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return _gelu_tanh(gate) * up
+
+
 @dataclass
 class _Call:
     """What one pass hands to every layer's attention beside the residual stream: the cache before, and as it becomes."""
@@ -108,9 +119,9 @@ class _CachedAttention(nn.Module):
         call.after.append((keys, values))
         q = self._heads(q, self.q_norm, h, rope) * spec.attention_scale
         groups = []
-        for group in q.view(k, h // k, -1, d).unbind(1):  # (K, T, D): one query head of every key head
-            scores = capped(group @ keys[0].transpose(-1, -2), spec.departures.attention_cap)
-            groups.append(torch.softmax(scores + mask, dim=-1) @ values[0])
+        for group in q.view(k, h // k, -1, d).unbind(1):  # (K, T, D): one product of G·T rows has a size that is not traced
+            scores = capped(torch.bmm(group, keys[0].transpose(-1, -2)), spec.departures.attention_cap)
+            groups.append(torch.bmm(torch.softmax(scores + mask, dim=-1), values[0]))
         mixed = torch.stack(groups, dim=1).view(h, -1, d)
         return self.out(mixed.transpose(0, 1).reshape(1, -1, h * d))
 
@@ -129,6 +140,8 @@ class StaticDecoder(nn.Module):
         self.head.weight = nn.Parameter(decoder.head_weight.detach())
         for block in decoder.blocks:
             assert isinstance(block.attn, Attention)
+            if spec.activation == "gelu_tanh":
+                block.mlp.activation = _gated_by_gelu_tanh if isinstance(block.mlp, GatedMlp) else _gelu_tanh
             block.attn = _CachedAttention(block.attn, self.call)
         self.decoder = decoder.requires_grad_(False)
         self.tables = {rope: angles(spec, rope, self.n_context) for rope in spec.ropes}
