@@ -31,9 +31,10 @@ _TESTS = """
   The cache is inputs and outputs, for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested.
   The tokenizer stays a Hugging Face file.
 - `executorch`: logits of ExecuTorch's own runtime, fp32, one model of each operation of the dense families, and of the other
-  precisions; 64 greedy tokens of a chat (`tests/interop/test_static_decoder.py`, `make soak`). Products and
-  attention run in XNNPACK, writes to the cache and the means of norms in portable kernels. Inputs of int8 and int4 products are rounded to 8 bits a token; int8 has a scale an output, int4 groups of 32
-  (8da4w) and a head in int8. Methods and metadata are those of its text runners, which are not tested.
+  precisions; 64 greedy tokens of a chat (`tests/interop/test_static_decoder.py`, `make soak`). Products and attention run in
+  XNNPACK, writes to the cache and the means of norms in portable kernels. Inputs of int8 and int4 products are rounded to 8
+  bits a token; int8 has a scale an output, int4 groups of 32 (8da4w) and a head in int8. Methods and metadata are those of its
+  text runners, which are not tested.
 - `litert`: the same of LiteRT's interpreter. Both keep at most 2,048 tokens.
 - `gguf`: logits of llama.cpp, fp32, one model of each family below whose windows and scaling llama.cpp computes as transformers
   does, and 64 greedy tokens of those without GELU, for which llama.cpp has a table in fp16; several precisions on trained

@@ -21,7 +21,7 @@ from twostroke.interop.export_targets import ExportSource
 from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder, capped
 from twostroke.model.load import filled
-from twostroke.model.mlp import GatedMlp
+from twostroke.model.mlp import GatedMlp, PlainMlp
 from twostroke.model.rope import angles, by_halves, rotate, turned_by_halves
 from twostroke.model.save import generation_config, write_json, write_tokenizer
 
@@ -140,8 +140,10 @@ class StaticDecoder(nn.Module):
         self.head.weight = nn.Parameter(decoder.head_weight.detach())
         for block in decoder.blocks:
             assert isinstance(block.attn, Attention)
-            if spec.activation == "gelu_tanh":
-                block.mlp.activation = _gated_by_gelu_tanh if isinstance(block.mlp, GatedMlp) else _gelu_tanh
+            if spec.activation == "gelu_tanh" and isinstance(block.mlp, GatedMlp):
+                block.mlp.activation = _gated_by_gelu_tanh
+            elif spec.activation == "gelu_tanh" and isinstance(block.mlp, PlainMlp):
+                block.mlp.activation = _gelu_tanh
             block.attn = _CachedAttention(block.attn, self.call)
         self.decoder = decoder.requires_grad_(False)
         self.tables = {rope: angles(spec, rope, self.n_context) for rope in spec.ropes}
