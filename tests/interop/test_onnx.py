@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from real_model import greedy_reference
 from small_models import EVERY, saved
 from twostroke.interop.export_model import export_model
+from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.onnx import BLOCK, DATA, GRAPH, in_blocks, of_blocks
-from twostroke.model.load import load_model
+from twostroke.interop.openvino import write_openvino
+from twostroke.model.load import load_model, load_state
 
 LOGITS = """
 import json, sys
@@ -159,6 +164,25 @@ def test_a_graph_names_each_value_once_and_uses_only_what_is_before(name: str, t
             assert int(place[b"offset"]) >= end
             end = int(place[b"offset"]) + int(place[b"length"])
     assert end == size
+
+
+def test_a_write_that_openvino_fails_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO 2026.4 raises RuntimeError("basic_ios::clear: iostream error") on a full disk."""
+
+    def fail(*_words: object, **_more: object) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    package = ModuleType("openvino")
+    package.Core, package.save_model = MagicMock(), fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "openvino", package)
+    spec, state = load_state(saved("llama", tmp_path / "source")[1])
+    source = ExportSource(tmp_path / "source", spec, state, None)
+    with pytest.raises(OSError, match="OpenVINO could not write the model") as raised:
+        write_openvino(source, tmp_path, "fp32")
+    assert raised.value.filename
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"No space left on device: .* to write, 1000 B free"):
+        write_openvino(source, tmp_path, "fp32")
 
 
 @pytest.mark.soak

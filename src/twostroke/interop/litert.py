@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from twostroke.core.aside import require_space
 from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.static_decoder import StaticDecoder, length_notes, require_groups, write_companions
 
@@ -44,7 +45,8 @@ def named(cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with the program, the tokenizer and the configuration. In int8 and int4 inputs of products are rounded to 8
     bits a token as they come; int4 is symmetric in groups of 32 with a head in 8 bits. Memory: several times the model in
-    fp32. Raises ConfigError for a model that is not dense, or in int4 if 32 does not divide what its products read."""
+    fp32. Raises OSError if the program in fp32 does not fit on the disk, ConfigError for a model that is not dense, or in int4
+    if 32 does not divide what its products read."""
     import litert_torch
 
     if precision == "int4":
@@ -57,6 +59,8 @@ def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, 
         tokens = torch.zeros(1, n_tokens, dtype=torch.int32)
         inputs = {"tokens": tokens, "input_pos": torch.arange(n_tokens, dtype=torch.int32)}
         converter.add_signature(name, program, sample_kwargs=inputs | named(program.decoder.empty_cache()))
+    parameters = {id(one): one.nbytes for one in program.parameters()}
+    require_space(out, sum(parameters.values()))  # the package's compiler ends the process if a write fails
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
         converter.convert().export(str(out / MODEL))
         if precision != "fp32":
