@@ -78,12 +78,14 @@ def write_executorch(source: ExportSource, out: Path, precision: str) -> tuple[s
 
 def _round(decoder: StaticDecoder, bits: int) -> None:
     """Weights of all products as integers, by torchao."""
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, PerGroup, quantize_
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, MappingType, PerAxis, PerGroup, quantize_
 
     def config(bits: int) -> Int8DynamicActivationIntxWeightConfig:
         kind: torch.dtype = getattr(torch, f"int{bits}")
         granularity = PerGroup(GROUP) if bits == 4 else PerAxis(0)
-        return Int8DynamicActivationIntxWeightConfig(weight_dtype=kind, weight_granularity=granularity)
+        return Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=kind, weight_granularity=granularity, weight_mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR
+        )
 
     quantize_(decoder.decoder.blocks, config(bits))
     quantize_(decoder.head, config(8))
