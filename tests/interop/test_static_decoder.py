@@ -26,8 +26,8 @@ DENSE = sorted(name for name, spec in EVERY.items() if spec.moe is None and spec
 FP32 = ("cohere2", "gemma2", "glm4", "gpt2", "llama-scaled", "olmo3")
 """Between them every operation of the dense families; an export takes most of a minute."""
 WIDE = {"d_model": 96, "head_dim": 16, "d_ff": 96}  # which groups of 32 divide
-WITHIN = {"fp32": 1e-5, "int8": 0.15, "int4": 0.15}
-"""Inputs rounded to 8 bits: 0.08 in int8 (measured), against 0.6 of weights rounded to 4 bits and 1.4 of unlike logits."""
+WITHIN = {"fp32": 1e-5, "int8": 0.25, "int4": 0.25}
+"""Inputs rounded to 8 bits: up to 0.14 (measured), against 0.6 of weights rounded to 4 bits and 1.4 of unlike logits."""
 
 PROMPT = """
 import jinja2, json, sys
