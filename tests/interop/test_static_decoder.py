@@ -23,7 +23,7 @@ from twostroke.model.save import save_model
 IDS = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(5))
 LONG = torch.randint(2, 97, (1, 150), generator=torch.Generator().manual_seed(6))
 DENSE = sorted(name for name, spec in EVERY.items() if spec.moe is None and spec.mla is None)
-FP32 = ("cohere2", "gemma2", "glm4", "gpt2", "llama-scaled", "olmo3")
+FP32 = ("cohere2", "gemma2", "glm4", "gpt2", "gpt_neox", "llama-scaled", "olmo3")
 """Between them every operation of the dense families; an export takes most of a minute."""
 WIDE = {"d_model": 96, "head_dim": 16, "d_ff": 96}  # which groups of 32 divide
 WITHIN = {"fp32": 1e-5, "int8": 0.25, "int4": 0.25}

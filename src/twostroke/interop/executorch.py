@@ -2,7 +2,8 @@
 
 The program answers as its text runners expect (pytorch/executorch, ``extension/llm/runner``): ``forward(tokens (1, T),
 start (1))`` gives logits (1, V) of the last token and keeps the KV cache in itself; a start of 0 begins anew. Constant methods
-tell a runner the sizes and the ids that end a text.
+tell a runner the sizes and the ids that end a text. The cache's memory must begin as zeros, as that of ExecuTorch's ``Module``
+does: a weight of zero times what is not a number is not zero.
 """
 
 from __future__ import annotations
