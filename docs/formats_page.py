@@ -19,16 +19,23 @@ _TESTS = """
 ## What the tests hold
 
 - `hf`: logits of transformers (`tests/model/test_model_directories.py`, `tests/interop/test_peft.py`), fp32;
-  log-probabilities of vLLM's build for CPUs on quantised directories (`tests/interop/test_vllm.py`, `make soak`).
+  log-probabilities of vLLM's build for CPUs, bf16 and quantised directories (`tests/interop/test_vllm.py`, `make soak`).
 - `mlx`: logits of mlx-lm on a CPU, fp32, one model of each family below, and of both precisions in codes; 64 greedy tokens of a
   chat (`tests/interop/test_mlx.py`, `make soak`). int8 and int4 are groups of 64 with scale and bias in bf16.
-- `onnx`: logits of onnxruntime, fp32, one model of each kind of dense family, prompts, single tokens from the cache and padded
+- `onnx`: logits of onnxruntime, fp32, one model of each kind of family, prompts, single tokens from the cache and padded
   batches, and of the other precisions; 64 greedy tokens of a chat by onnxruntime-genai with its own tokenizer
   (`tests/interop/test_onnx.py`, `make soak`). int8 and int4 are `MatMulNBits` in blocks of 32 with an int8 head and an fp16
-  embedding; onnxruntime rounds what it multiplies with codes to int8.
+  embedding; onnxruntime rounds what it multiplies with codes to int8. Experts multiply the rows that chose them: their nodes
+  stand in the graph one by one, so a graph of many experts is long. Latent attention caches the keys and values of every head.
 - `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. 64 greedy tokens.
   The cache is inputs and outputs, for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested.
   The tokenizer stays a Hugging Face file.
+- `executorch`: logits of ExecuTorch's own runtime, fp32, one model of each operation of the dense families, and of the other
+  precisions; 64 greedy tokens of a chat (`tests/interop/test_static_decoder.py`, `make soak`). Products and attention run in
+  XNNPACK, writes to the cache and the means of norms in portable kernels. Inputs of int8 and int4 products are rounded to 8
+  bits a token; int8 has a scale an output, int4 groups of 32 (8da4w) and a head in int8. Methods and metadata are those of its
+  text runners, which are not tested.
+- `litert`: the same of LiteRT's interpreter. Both keep at most 2,048 tokens.
 - `gguf`: logits of llama.cpp, fp32, one model of each family below whose windows and scaling llama.cpp computes as transformers
   does, and 64 greedy tokens of those without GELU, for which llama.cpp has a table in fp16; several precisions on trained
   weights; tokens of mixed texts; the type of every matrix against llama.cpp's own mixes
@@ -54,19 +61,19 @@ def _is_dense(name: str) -> bool:
 
 
 def _families() -> str:
-    lines = ["| model_type | hf | mlx | onnx, openvino | gguf |", "|---|---|---|---|---|"]
+    lines = ["| model_type | hf, onnx, openvino | mlx | executorch, litert | gguf |", "|---|---|---|---|---|"]
     in_gguf = {name for row in GGUF_FAMILIES.values() for name in row.families}
     for name in FAMILIES:
         in_codes = "fp32, bf16, fp16" if name == "gpt2" else "all"
         by_mlx = in_codes if name in mlx.READ else "refused"
-        by_onnx, by_gguf = ("all" if known else "refused" for known in (_is_dense(name), name in in_gguf))
-        lines.append(f"| `{name}` | all | {by_mlx} | {by_onnx} | {by_gguf} |")
+        by_phones, by_gguf = ("all" if known else "refused" for known in (_is_dense(name), name in in_gguf))
+        lines.append(f"| `{name}` | all | {by_mlx} | {by_phones} | {by_gguf} |")
     return "\n".join(lines) + "\n"
 
 
 _WHY = """
 Refused by `mlx`: mlx-lm has no such family, or reads another layout of it than ours. Its sliding windows are computed in some
-families alone; the report says where they are not. By `onnx` and `openvino`: experts and latent attention are not in the graph.
+families alone; the report says where they are not. By `executorch` and `litert`: experts and latent attention.
 By `gguf`: no architecture of it is read here. A model whose file would not read back as it was is refused, and
 the field that differs is named.
 """

@@ -13,11 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from real_model import greedy_reference, make_model
 from twostroke.interop.export_model import export_model
+from twostroke.interop.export_targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
+    "executorch": ("torch==2.13.0", "executorch==1.5.1", "tokenizers", "jinja2"),
+    "litert": ("torch==2.13.0", "litert-torch==0.10.0", "tokenizers", "jinja2"),
     "llama": ("llama-cpp-python==0.3.36",),
     "mlx": ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2"),
     "onnx": ("onnxruntime==1.32.0", "onnxruntime-genai==0.18.0", "onnx==1.23.2", "numpy"),
@@ -25,6 +30,14 @@ PACKAGES = {
 }
 
 Run = Callable[..., str]
+
+EXPORT = """
+import json, sys
+sys.path.append(sys.argv[2])  # after our own packages
+from twostroke.interop.export_model import export_model
+for source, out, precision in json.loads(sys.argv[1]):
+    export_model(source, out, to=sys.argv[3], precision=precision)
+"""
 
 
 def folder_of(name: str) -> Path:
@@ -66,6 +79,19 @@ def ask(name: str, script: str, *words: str | Path) -> Any:
     return json.loads(line.removeprefix("FOUND "))
 
 
+def export_with_packages(name: str, exports: list[tuple[str, str, str]]) -> None:
+    """Exports (source, out, precision) to the format ``name`` by its packages from the environment of that name."""
+    (site,) = peer_python(name).parents[1].glob("lib/python*/site-packages")
+    command = [sys.executable, "-W", "ignore", "-c", EXPORT, json.dumps(exports), str(site), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def error(got: Any, wanted: torch.Tensor) -> float:
+    """Root mean square of the difference, as a share of that of the logits."""
+    return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+
+
 def assert_answers_as_we_do(name: str, script: str, folder: Path) -> None:
     """64 greedy tokens of a chat with a trained model, exported to the format ``name``, with our tokenizer and template:
     ``script`` finds [prompt ids, answer ids]."""
@@ -73,7 +99,10 @@ def assert_answers_as_we_do(name: str, script: str, folder: Path) -> None:
     (source / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     )
-    export_model(source, folder / "out", to=name, precision="fp32")
+    if TARGETS[name].packages:
+        export_with_packages(name, [(str(source), str(folder / "out"), "fp32")])
+    else:
+        export_model(source, folder / "out", to=name, precision="fp32")
     prompt, tokens = ask(name, script, folder / "out")
     ours, _ = greedy_reference(source, prompt, 64)
     assert tokens == ours[: len(tokens)]

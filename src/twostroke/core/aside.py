@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from twostroke.core.units import format_bytes
+
 ABANDONED_S = 10.0
 """Between being created and being locked, what another process writes looks abandoned: younger ones are left alone."""
 
@@ -38,6 +40,14 @@ def flush_to_disk(path: Path) -> None:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def require_space(folder: Path, n_bytes: int) -> None:
+    """Raise OSError (ENOSPC) if the disk of ``folder`` has fewer free bytes: before a library writes that does not say why it
+    failed, or ends the process."""
+    free = shutil.disk_usage(folder).free
+    if free < n_bytes:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {format_bytes(n_bytes)} to write, {format_bytes(free)} free")
 
 
 @contextlib.contextmanager

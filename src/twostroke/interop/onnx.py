@@ -1,6 +1,7 @@
 """Writes a decoder as an ONNX graph with its KV cache as inputs and outputs, for onnxruntime and onnxruntime-genai.
 
-It is emitted from the spec, operation by operation as ``model.decoder`` computes them, so every dense family is one code.
+It is emitted from the spec, operation by operation as ``model.decoder`` computes them, so every family is one code. Experts
+multiply the rows that chose them and no others: rows are sorted by expert, as in ``model.experts``.
 Inputs: ``input_ids`` (B, T), ``attention_mask`` (B, S) of the S tokens that are cached and new, padding in front,
 ``past_key_values.i.key`` and ``.value`` (B, K, S − T, D). Outputs: ``logits`` (B, T, V) in fp32, ``present.i.key`` and
 ``.value`` (B, K, S, D). B, T and S are free. Operations are those of ONNX's opset 20, but for matrices in codes:
@@ -9,19 +10,21 @@ Inputs: ``input_ids`` (B, T), ``attention_mask`` (B, S) of the S tokens that are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from twostroke.core.dtypes import TORCH_NAMES
-from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec
-from twostroke.core.matrices import attention_matrices, block_matrices, has_norm_bias, head_norms, qkv_rows
-from twostroke.core.spec import ModelSpec
+from twostroke.core.matrices import Matrix, attention_matrices, has_norm_bias, head_norms, mlp_matrices, qkv_rows
+from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.core.version import __version__
 from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.onnx_file import CONTRIB, ELEMENT_TYPES, OnnxFile
+from twostroke.model.latent_attention import LATENT_NORM_EPS
+from twostroke.model.mlp import SWISH_LIMIT, SWISH_SLOPE
 from twostroke.model.norm import norm_offset
 from twostroke.model.rope import angles, by_halves
 from twostroke.model.save import generation_config, write_json, write_tokenizer
@@ -36,26 +39,26 @@ _ACCURACY = 4
 instead of 0.09 in int4 and 5.7 instead of 0.07 in int8, for which it has no kernel (onnxruntime 1.32, two cores of a Zen 4)."""
 
 
-def require_dense(spec: ModelSpec) -> None:
-    """Raise ConfigError for a model with experts or latent attention, which the graph does not have."""
-    for there, words in ((spec.moe, "experts"), (spec.mla, "latent attention")):
-        if there is not None:
-            raise ConfigError(f"ONNX graphs are written of dense models, and this {spec.family} model has {words}.")
-
-
 def write_onnx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
-    """Fill ``out`` with the graph, its weights, the tokenizer and the configuration of onnxruntime-genai. In fp32 and fp16
-    everything is of that type; in int8 and int4 matrices are codes, the head always of 8 bits, and the rest is fp32. Memory:
-    one matrix. Raises ConfigError for a model that is not dense."""
+    """Fill ``out`` as ``write_graph`` does, and with the configuration of onnxruntime-genai."""
+    notes = write_graph(source, out, precision)
+    if source.spec.mla is not None:
+        return (*notes, "onnxruntime-genai reads keys and values of one width, which latent attention does not have.")
+    write_json(out / GENAI, _genai_config(source.spec))
+    return notes
+
+
+def write_graph(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
+    """Fill ``out`` with the graph, its weights, the tokenizer and the model's configuration. In fp32 and fp16 everything is of
+    that type; in int8 and int4 matrices are codes, the head always of 8 bits, and the rest is fp32. Memory: one matrix, or
+    those of a layer's experts of one kind."""
     spec = source.spec
-    require_dense(spec)
     with (out / DATA).open("wb") as stream:
         graph = _Graph(source, OnnxFile(stream, DATA), precision)
         graph.decoder()
         graph.file.save(out / GRAPH, spec.family, f"twostroke {__version__}")
     write_json(out / "config.json", config_from_spec(spec, TORCH_NAMES[precision if precision == "fp16" else "fp32"]))
     write_json(out / "generation_config.json", generation_config(spec))
-    write_json(out / GENAI, _genai_config(spec))
     if source.tokenizer is not None:
         write_tokenizer(source.tokenizer, spec, out)
     if any(rope.scaling in ("longrope", "dynamic") for rope in spec.ropes):
@@ -93,17 +96,19 @@ class _Graph:
 
     def product(self, x: str, name: str, bias: bool, rows: Tensor | None = None, head: bool = False) -> str:
         """x·Wᵀ + b, with W's ``rows`` in another order."""
-        weight = self.state[f"{name}.weight"].float()
-        weight = weight if rows is None else weight[rows]
-        label = "head.weight" if head else f"{name}.weight"
+        weight = self.state[f"{name}.weight"]
+        vector = self.state[f"{name}.bias"] if bias else None
+        if rows is not None:
+            weight, vector = weight[rows], None if vector is None else vector[rows]
+        return self.product_of(x, "head" if head else name, weight, vector, head)
+
+    def product_of(self, x: str, label: str, weight: Tensor, bias: Tensor | None, head: bool = False) -> str:
+        """x·``weight``ᵀ + ``bias``, stored under ``label``."""
         if self.bits is None:
-            y = self.file.node("MatMul", x, self.file.weight(label, weight.t().to(self.dtype)))
+            y = self.file.node("MatMul", x, self.file.weight(f"{label}.weight", weight.t().to(self.dtype)))
         else:
-            y = self.coded_product(x, weight, label, self.bits[head])
-        if not bias:
-            return y
-        vector = self.state[f"{name}.bias"]
-        return self.file.node("Add", y, self.vector(f"{name}.bias", vector if rows is None else vector[rows]))
+            y = self.coded_product(x, weight.float(), f"{label}.weight", self.bits[head])
+        return y if bias is None else self.file.node("Add", y, self.vector(f"{label}.bias", bias))
 
     def coded_product(self, x: str, weight: Tensor, label: str, bits: int) -> str:
         codes, scales = in_blocks(weight, bits)
@@ -116,8 +121,8 @@ class _Graph:
     def vector(self, name: str, value: Tensor) -> str:
         return self.file.weight(name, value.to(self.dtype))
 
-    def norm(self, x: str, name: str, weight: Tensor | None = None) -> str:
-        """The norm ``name`` over the last dimension, computed in fp32."""
+    def norm(self, x: str, name: str, weight: Tensor | None = None, eps: float | None = None) -> str:
+        """The norm ``name`` over the last dimension, computed in fp32; with ``weight``, an RMSNorm of it."""
         spec, file, full = self.spec, self.file, torch.float32
         wide = x if self.dtype == full else self.cast(x, full)
         if spec.norm == "layernorm" and weight is None:
@@ -128,7 +133,7 @@ class _Graph:
         else:
             held = (self.state[f"{name}.weight"] if weight is None else weight).float() + norm_offset(spec)
             mean = file.node("ReduceMean", file.node("Mul", wide, wide), self.whole(-1), keepdims=1)
-            root = file.node("Sqrt", file.node("Add", mean, self.number(spec.norm_eps, full)))
+            root = file.node("Sqrt", file.node("Add", mean, self.number(spec.norm_eps if eps is None else eps, full)))
             y = file.node("Mul", file.node("Div", wide, root), file.weight(f"{name}.weight", held))
         return y if self.dtype == full else self.cast(y, self.dtype)
 
@@ -176,7 +181,9 @@ class _Graph:
         wide = self.cast(file.node("Unsqueeze", self.positions, self.whole(2, 3)), torch.float32)
         for rope in spec.ropes:
             found = angles(spec, rope, spec.max_positions)
-            turned, magnitudes = file.node("Mul", wide, file.constant(found.frequencies)), file.constant(found.magnitudes)
+            half = spec.head_dim // 2 if spec.mla is None else spec.mla.qk_rope_dim // 2
+            turned = file.node("Mul", wide, file.constant(found.frequencies[:half]))
+            magnitudes = file.constant(found.magnitudes[:half])
             tables = (file.node("Mul", file.node(kind, turned), magnitudes) for kind in ("Cos", "Sin"))  # (B, T, 1, D/2)
             self.tables[rope] = tuple(self.cast(table, self.dtype) for table in tables)
 
@@ -205,43 +212,178 @@ class _Graph:
             return self.reshaped(self.norm(x, name, weight), 0, 0, n_heads, spec.head_dim)
         return self.norm(self.reshaped(x, 0, 0, n_heads, spec.head_dim), name, weight[self.order])
 
-    def attention(self, x: str, layer: int) -> str:
-        spec, file, name = self.spec, self.file, f"blocks.{layer}"
+    def heads(self, x: str, layer: int) -> tuple[str, str, str]:
+        """Queries (B, T, H, D), keys and values (B, T, K, D) of the new tokens."""
+        spec, name = self.spec, f"blocks.{layer}"
         h, k, d = spec.n_heads, spec.n_kv_heads, spec.head_dim
-        qkv, out = attention_matrices(spec)
+        qkv, _ = attention_matrices(spec)
         packed = self.product(x, f"{name}.{qkv.module}", qkv.bias, self.head_rows())
-        q, key, value = file.nodes("Split", packed, self.whole(h * d, k * d, k * d), n=3, axis=-1)
+        q, key, value = self.file.nodes("Split", packed, self.whole(h * d, k * d, k * d), n=3, axis=-1)
         if spec.qk_norm:
             q_norm, k_norm = head_norms(spec)
             q = self.normed_heads(q, f"{name}.{q_norm.module}", h)
             key = self.normed_heads(key, f"{name}.{k_norm.module}", k)
         q, key = (self.rotated(self.reshaped(one, 0, 0, n, d), layer) for one, n in ((q, h), (key, k)))
+        return q, key, self.reshaped(value, 0, 0, k, d)
+
+    def latent_heads(self, x: str, layer: int, mla: MlaSpec) -> tuple[str, str, str]:
+        """The same of latent attention: every head has keys and values of its own, rebuilt before they are cached."""
+        spec, file, name = self.spec, self.file, f"blocks.{layer}.attn"
+        matrices = {matrix.name: matrix for matrix in attention_matrices(spec)}
+        h, still, turned = spec.n_heads, mla.qk_nope_dim, mla.qk_rope_dim
+        order = torch.arange(turned)
+        order = torch.cat((order[::2], order[1::2])) if spec.departures.neighbours_turn else order
+        of_head = torch.cat((torch.arange(still), still + order))
+        query_rows = (torch.arange(h)[:, None] * (still + turned) + of_head).flatten()
+        latent_rows = torch.cat((torch.arange(mla.kv_lora_rank), mla.kv_lora_rank + order))
+
+        def product(y: str, matrix: str, rows: Tensor | None = None) -> str:
+            return self.product(y, f"{name}.{matrix}", matrices[matrix].bias, rows)
+
+        def normed(y: str, norm: str) -> str:
+            return self.norm(y, f"{name}.{norm}", self.state[f"{name}.{norm}.weight"], LATENT_NORM_EPS)
+
+        if mla.q_lora_rank is None:
+            q = product(x, "q", query_rows)
+        else:
+            q = product(normed(product(x, "q_a"), "q_a_norm"), "q_b", query_rows)
+        q, q_turned = file.nodes("Split", self.reshaped(q, 0, 0, h, -1), self.whole(still, turned), n=2, axis=-1)
+        latent, k_turned = file.nodes(
+            "Split", product(x, "kv_a", latent_rows), self.whole(mla.kv_lora_rank, turned), n=2, axis=-1
+        )
+        rebuilt = self.reshaped(product(normed(latent, "kv_a_norm"), "kv_b"), 0, 0, h, -1)
+        key, value = file.nodes("Split", rebuilt, self.whole(still, mla.v_dim), n=2, axis=-1)
+        shared = file.node("Tile", self.rotated(self.reshaped(k_turned, 0, 0, 1, turned), layer), self.whole(1, 1, h, 1))
+        q = file.node("Concat", q, self.rotated(q_turned, layer), axis=-1)
+        return q, file.node("Concat", key, shared, axis=-1), value
+
+    def attention(self, x: str, layer: int) -> str:
+        spec, file, mla = self.spec, self.file, self.spec.mla
+        h, k, d = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        v_dim = d if mla is None else mla.v_dim
+        q, key, value = self.heads(x, layer) if mla is None else self.latent_heads(x, layer, mla)
         cached = []
-        for kind, new in (("key", key), ("value", self.reshaped(value, 0, 0, k, d))):
-            past = file.input(f"past_key_values.{layer}.{kind}", self.dtype, ("batch", k, "cached_tokens", d))
+        for kind, new, width in (("key", key, d), ("value", value, v_dim)):
+            past = file.input(f"past_key_values.{layer}.{kind}", self.dtype, ("batch", k, "cached_tokens", width))
             now = f"present.{layer}.{kind}"
             file.node("Concat", past, file.node("Transpose", new, perm=(0, 2, 1, 3)), name=now, axis=2)
-            file.output(now, self.dtype, ("batch", k, "all_tokens", d))
+            file.output(now, self.dtype, ("batch", k, "all_tokens", width))
             cached.append(file.node("Unsqueeze", now, self.whole(2)))  # (B, K, 1, S, D)
         q = self.times(file.node("Transpose", q, perm=(0, 2, 1, 3)), spec.attention_scale)
         q = self.reshaped(q, 0, k, h // k, -1, d)  # (B, K, G, T, D)
         scores = file.node("MatMul", q, file.node("Transpose", cached[0], perm=(0, 1, 2, 4, 3)))
         scores = self.capped(scores, spec.departures.attention_cap)
-        shares = file.node("Softmax", file.node("Add", scores, self.masks[spec.window_of_layer(layer)]), axis=-1)
-        mixed = self.reshaped(file.node("MatMul", shares, cached[1]), 0, h, -1, d)
-        mixed = self.reshaped(file.node("Transpose", mixed, perm=(0, 2, 1, 3)), 0, 0, h * d)
-        return self.product(mixed, f"{name}.{out.module}", out.bias)
+        scores = file.node("Add", scores, self.masks[spec.window_of_layer(layer)])
+        if spec.departures.attention_sinks:  # one more score, without a value
+            sinks = self.state[f"blocks.{layer}.attn.sinks"].view(k, h // k, 1, 1)
+            one = self.times(file.node("Slice", scores, self.whole(0), self.whole(1), self.whole(-1)), 0.0)
+            beside = file.node("Add", one, self.vector(f"blocks.{layer}.attn.sinks", sinks))
+            scores = file.node("Concat", scores, beside, axis=-1)
+        shares = file.node("Softmax", scores, axis=-1)
+        if spec.departures.attention_sinks:
+            shares = file.node("Slice", shares, self.whole(0), self.whole(-1), self.whole(-1))
+        mixed = self.reshaped(file.node("MatMul", shares, cached[1]), 0, h, -1, v_dim)
+        mixed = self.reshaped(file.node("Transpose", mixed, perm=(0, 2, 1, 3)), 0, 0, h * v_dim)
+        *_, out = attention_matrices(spec)
+        return self.product(mixed, f"blocks.{layer}.{out.module}", out.bias)
 
     def mlp(self, x: str, layer: int) -> str:
-        spec, name = self.spec, f"blocks.{layer}"
-        *_, up, down = block_matrices(spec)
-        wide = self.product(x, f"{name}.{up.module}", up.bias)
-        if spec.mlp == "swiglu":
-            gate, other = self.file.nodes("Split", wide, n=2, axis=-1, num_outputs=2)
-            wide = self.file.node("Mul", self.activation(gate), other)
-        else:
-            wide = self.activation(wide)
-        return self.product(wide, f"{name}.{down.module}", down.bias)
+        if self.spec.has_experts(layer):
+            return self.experts(x, layer)
+        up, down = mlp_matrices(self.spec, layer)
+        return self.two_products(x, f"blocks.{layer}", up, down)
+
+    def two_products(self, x: str, name: str, up: Matrix, down: Matrix) -> str:
+        inner = self.activated(self.product(x, f"{name}.{up.module}", up.bias))
+        return self.product(inner, f"{name}.{down.module}", down.bias)
+
+    def activated(self, wide: str) -> str:
+        if self.spec.mlp != "swiglu":
+            return self.activation(wide)
+        file = self.file
+        gate, up = file.nodes("Split", wide, n=2, axis=-1, num_outputs=2)
+        if self.spec.activation != "clamped_swish":
+            return file.node("Mul", self.activation(gate), up)
+        low, high = self.number(-SWISH_LIMIT), self.number(SWISH_LIMIT)
+        gate, up = file.node("Min", gate, high), file.node("Max", file.node("Min", up, high), low)
+        gate = file.node("Mul", gate, file.node("Sigmoid", self.times(gate, SWISH_SLOPE)))
+        return file.node("Mul", gate, file.node("Add", up, self.number(1.0)))
+
+    def experts(self, x: str, layer: int) -> str:
+        """As ``model.experts.ExpertsMlp``. ``chosen`` and ``shares`` are (n, k) of n = B·T rows and a row's k experts."""
+        spec, file, moe, name = self.spec, self.file, self.spec.moe, f"blocks.{layer}"
+        assert moe is not None
+        matrices = {matrix.name: matrix for matrix in mlp_matrices(spec, layer)}
+        rows = self.reshaped(x, -1, spec.d_model)
+        shares, chosen = self.routed(rows, f"{name}.mlp", moe)
+        numbers = file.constant(torch.arange(moe.n_experts))
+        per_row = file.node("Equal", file.node("Unsqueeze", chosen, self.whole(2)), numbers)  # (n, k, X)
+        per_row = file.node("ReduceSum", self.cast(per_row, torch.int64), self.whole(1), keepdims=0)
+        by_expert = file.node("Transpose", per_row, perm=(1, 0))  # (X, n): 1 where an expert was chosen
+        flat = file.node("CumSum", self.reshaped(by_expert, -1), self.whole(0))
+        place = file.node("Sub", file.node("Transpose", self.reshaped(flat, moe.n_experts, -1), perm=(1, 0)), self.whole(1))
+        place = file.node("GatherElements", place, chosen, axis=1)  # (n, k): where a row's results stand among all
+        ends = file.node("CumSum", file.node("ReduceSum", by_expert, self.whole(1), keepdims=0), self.whole(0))
+        order = file.node("Gather", file.node("NonZero", by_expert), file.constant(torch.tensor(1)))  # rows by expert
+        sorted_rows = file.node("Gather", rows, order)
+        up, down = (self.expert_parts(matrices[kind], name) for kind in ("expert_gate_up", "expert_down"))
+        results, start = [], self.whole(0)
+        for e in range(moe.n_experts):
+            end = file.node("Gather", ends, self.whole(e))
+            own = file.node("Slice", sorted_rows, start, end, self.whole(0))
+            results.append(self.product_of(self.activated(self.product_of(own, *up(e))), *down(e)))
+            start = end
+        y = file.node("Gather", file.node("Concat", *results, axis=0), place)  # (n, k, E)
+        weighed = file.node("Mul", y, file.node("Unsqueeze", shares, self.whole(2)))
+        y = file.node("ReduceSum", weighed, self.whole(1), keepdims=0)
+        if moe.shared_width:
+            shared = self.two_products(rows, name, matrices["shared_gate_up"], matrices["shared_down"])
+            if moe.shared_gate:
+                gate = self.plain_product(rows, f"{name}.mlp.shared_gate", None, self.dtype)
+                shared = file.node("Mul", file.node("Sigmoid", gate), shared)
+            y = file.node("Add", y, shared)
+        return file.node("Reshape", y, file.node("Shape", x))
+
+    def expert_parts(self, matrix: Matrix, name: str) -> Callable[[int], tuple[str, Tensor, Tensor | None]]:
+        """Of each expert what ``product_of`` takes: label, matrix, bias."""
+        weights = self.state[f"{name}.{matrix.module}.weight"].unflatten(0, (matrix.copies, -1))
+        biases = self.state[f"{name}.{matrix.module}.bias"].unflatten(0, (matrix.copies, -1)) if matrix.bias else None
+        return lambda e: (f"{name}.{matrix.module}.{e}", weights[e], None if biases is None else biases[e])
+
+    def plain_product(self, x: str, name: str, bias: Tensor | None, dtype: torch.dtype) -> str:
+        """A product of a small matrix that no precision rounds to codes."""
+        y = self.file.node("MatMul", x, self.file.weight(f"{name}.weight", self.state[f"{name}.weight"].t().to(dtype)))
+        return y if bias is None else self.file.node("Add", y, self.file.weight(f"{name}.bias", bias.to(dtype)))
+
+    def routed(self, rows: str, name: str, moe: MoeSpec) -> tuple[str, str]:
+        """As ``model.experts.choose_experts``, in fp32: shares in the graph's type, and experts' numbers."""
+        file, full = self.file, torch.float32
+        bias = self.state[f"{name}.router.bias"] if moe.router_bias else None
+        logits = self.plain_product(rows if self.dtype == full else self.cast(rows, full), f"{name}.router", bias, full)
+        scores = file.node("Softmax", logits, axis=-1) if moe.scores == "softmax" else file.node("Sigmoid", logits)
+        ranked = scores
+        if moe.correction_bias:
+            correction = self.state[f"{name}.correction_bias"].to(full)
+            ranked = file.node("Add", scores, file.weight(f"{name}.correction_bias", correction))
+        if moe.n_groups > 1:
+            by_group = self.reshaped(ranked, -1, moe.n_groups, moe.n_experts // moe.n_groups)
+            best, _ = file.nodes("TopK", by_group, self.whole(2 if moe.correction_bias else 1), n=2, axis=-1)
+            best = file.node("ReduceSum", best, self.whole(2), keepdims=0)
+            _, groups = file.nodes("TopK", best, self.whole(moe.top_groups), n=2, axis=-1)
+            numbers = file.constant(torch.arange(moe.n_groups))
+            kept = self.cast(file.node("Equal", file.node("Unsqueeze", groups, self.whole(2)), numbers), torch.int64)
+            kept = self.cast(file.node("ReduceSum", kept, self.whole(1), keepdims=0), torch.bool)
+            least = self.number(torch.finfo(full).min, full)
+            ranked = file.node("Where", file.node("Unsqueeze", kept, self.whole(2)), by_group, least)
+            ranked = self.reshaped(ranked, -1, moe.n_experts)
+        _, chosen = file.nodes("TopK", ranked, self.whole(moe.top_k), n=2, axis=-1)
+        shares = file.node("GatherElements", scores, chosen, axis=1)
+        if moe.normalised:
+            total = file.node("Add", file.node("ReduceSum", shares, self.whole(1), keepdims=1), self.number(1e-20, full))
+            shares = file.node("Div", shares, total)
+        if moe.share_scale != 1.0:
+            shares = file.node("Mul", shares, self.number(moe.share_scale, full))
+        return (shares if self.dtype == full else self.cast(shares, self.dtype)), chosen
 
     def activation(self, x: str) -> str:
         if self.spec.activation == "silu":

@@ -6,10 +6,12 @@ compressed constants (its ONNX frontend, ``com.microsoft`` operations).
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+from twostroke.core.aside import require_space
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.onnx import DATA, GENAI, GRAPH, write_onnx
+from twostroke.interop.onnx import DATA, GRAPH, write_graph
 
 MODEL = "openvino_model.xml"
 
@@ -17,13 +19,18 @@ MODEL = "openvino_model.xml"
 def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with the model, its weights and the tokenizer's files. fp16: weights are stored so, the graph stays fp32.
 
-    Needs the model in ``precision`` twice on the disk for a while. Raises ConfigError for a model that is not dense.
+    Needs the model in ``precision`` twice on the disk for a while, and raises OSError where it is full.
     """
     import openvino
 
-    notes = write_onnx(source, out, "fp32" if precision == "fp16" else precision)
+    notes = write_graph(source, out, "fp32" if precision == "fp16" else precision)
     model = openvino.Core().read_model(out / GRAPH)
-    openvino.save_model(model, out / MODEL, compress_to_fp16=precision == "fp16")
-    for name in (GRAPH, DATA, GENAI):
+    n_bytes = (out / DATA).stat().st_size
+    require_space(out, n_bytes // 2 if precision == "fp16" else n_bytes)
+    try:
+        openvino.save_model(model, out / MODEL, compress_to_fp16=precision == "fp16")
+    except RuntimeError as error:  # whatever the system said is lost in it
+        raise OSError(errno.EIO, f"OpenVINO could not write the model ({error})", str(out.parent)) from error
+    for name in (GRAPH, DATA):
         (out / name).unlink()
     return notes

@@ -1,0 +1,177 @@
+"""The decoder with a KV cache of fixed size, of operations that ``torch.export`` traces, for runtimes on phones.
+
+Blocks are those of ``model.decoder`` but for attention, which here reads the whole cache with a mask: a graph of such a
+runtime has one shape of cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.families import config_from_spec
+from twostroke.core.matrices import block_matrices
+from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.interop.export_targets import ExportSource
+from twostroke.model.attention import Attention
+from twostroke.model.decoder import Decoder, capped
+from twostroke.model.load import filled
+from twostroke.model.mlp import GatedMlp, PlainMlp
+from twostroke.model.rope import angles, by_halves, rotate, turned_by_halves
+from twostroke.model.save import generation_config, write_json, write_tokenizer
+
+CONTEXT = 2048
+"""Tokens of the cache, or those of a model that reads fewer: a program sets the whole of it aside from its start."""
+
+GROUP = 32
+"""Weights that share a scale in int4."""
+
+Cache = list[tuple[Tensor, Tensor]]
+"""Of each layer its keys and values (1, K, S, D)."""
+
+
+def require_traceable(spec: ModelSpec, target: str) -> None:
+    """Raise ConfigError for a model with experts or latent attention, which no test has run in such a program."""
+    for there, words in ((spec.moe, "experts"), (spec.mla, "latent attention")):
+        if there is not None:
+            raise ConfigError(f"--to {target} writes dense models, and this {spec.family} model has {words}.")
+
+
+def require_groups(spec: ModelSpec, target: str) -> None:
+    """Raise ConfigError if ``GROUP`` does not divide the inputs of each product of a block, which int4 needs."""
+    for matrix in block_matrices(spec):
+        if matrix.k % GROUP:
+            raise ConfigError(
+                f"--to {target} rounds to int4 in groups of {GROUP}, which do not divide the {matrix.k} inputs of "
+                f"{matrix.name}. Use int8 or fp32."
+            )
+
+
+def write_companions(source: ExportSource, out: Path) -> None:
+    """The configuration and the tokenizer beside a program."""
+    write_json(out / "config.json", config_from_spec(source.spec))
+    write_json(out / "generation_config.json", generation_config(source.spec))
+    if source.tokenizer is not None:
+        write_tokenizer(source.tokenizer, source.spec, out)
+
+
+def length_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What a fixed context changes."""
+    notes = []
+    if spec.max_positions > CONTEXT:
+        notes.append(f"the program's cache holds {CONTEXT} of the model's {spec.max_positions} tokens.")
+    if any(rope.scaling in ("longrope", "dynamic") for rope in spec.ropes):
+        notes.append(f"the angles of {spec.rope.scaling} positions are those of the program's context.")
+    return tuple(notes)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by tanh, written out: ExecuTorch 1.5 gives XNNPACK ``gelu`` without its ``approximate``, an error of 2e-4."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+def _gated_by_gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return _gelu_tanh(gate) * up
+
+
+@dataclass
+class _Call:
+    """What one pass hands to every layer's attention beside the residual stream: the cache before, and as it becomes."""
+
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    before: Cache = field(default_factory=list)
+    after: Cache = field(default_factory=list)
+
+
+class _CachedAttention(nn.Module):
+    """``Attention`` of new tokens over the cache of layer number ``len(call.after)``, in which they are stored first."""
+
+    def __init__(self, attention: Attention, call: _Call) -> None:
+        super().__init__()
+        self.qkv, self.out = attention.qkv, attention.out
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.spec, self.call = attention.spec, call
+
+    def _heads(self, x: Tensor, norm: nn.Module | None, n_heads: int, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(1, heads, T, D) of the projection (1, T, heads·D), normed and turned by its position."""
+        spec, shape = self.spec, (1, -1, n_heads, self.spec.head_dim)
+        over_all = spec.departures.qk_norm_over_heads
+        x = x if norm is None or not over_all else norm(x)
+        x = x.view(shape)
+        x = x if norm is None or over_all else norm(x)
+        if rope is not None:
+            x = rotate(x if turned_by_halves(spec) else by_halves(x, spec), *rope)
+        return x.transpose(1, 2)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
+        spec, call = self.spec, self.call
+        h, k, d = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        q, key, value = self.qkv(x).split((h * d, k * d, k * d), dim=-1)
+        new = self._heads(key, self.k_norm, k, rope), self._heads(value, None, k, None)
+        keys, values = (
+            old.index_copy(2, call.positions, one) for old, one in zip(call.before[len(call.after)], new, strict=True)
+        )
+        call.after.append((keys, values))
+        q = self._heads(q, self.q_norm, h, rope) * spec.attention_scale
+        groups = []
+        for group in q.view(k, h // k, -1, d).unbind(1):  # (K, T, D): one product of G·T rows has a size that is not traced
+            scores = capped(torch.bmm(group, keys[0].transpose(-1, -2)), spec.departures.attention_cap)
+            groups.append(torch.bmm(torch.softmax(scores + mask, dim=-1), values[0]))
+        mixed = torch.stack(groups, dim=1).view(h, -1, d)
+        return self.out(mixed.transpose(0, 1).reshape(1, -1, h * d))
+
+
+class StaticDecoder(nn.Module):
+    """The decoder of ``source`` in fp32. ``forward(tokens (1, T), positions (T), cache)`` gives logits (1, V) of the last token
+    and the cache with the new tokens' keys and values. Memory: the model. Raises the errors of ``require_traceable``."""
+
+    def __init__(self, source: ExportSource, target: str) -> None:
+        spec = source.spec
+        require_traceable(spec, target)
+        super().__init__()
+        self.spec, self.n_context, self.call = spec, min(spec.max_positions, CONTEXT), _Call()
+        decoder = filled(Decoder(spec, device="meta"), "cpu", source.state.items())
+        self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device="meta")
+        self.head.weight = nn.Parameter(decoder.head_weight.detach())
+        for block in decoder.blocks:
+            assert isinstance(block.attn, Attention)
+            if spec.activation == "gelu_tanh" and isinstance(block.mlp, GatedMlp):
+                block.mlp.activation = _gated_by_gelu_tanh
+            elif spec.activation == "gelu_tanh" and isinstance(block.mlp, PlainMlp):
+                block.mlp.activation = _gelu_tanh
+            block.attn = _CachedAttention(block.attn, self.call)
+        self.decoder = decoder.requires_grad_(False)
+        self.tables = {rope: angles(spec, rope, self.n_context) for rope in spec.ropes}
+
+    def empty_cache(self) -> Cache:
+        """Zeros for every layer."""
+        shape = (1, self.spec.n_kv_heads, self.n_context, self.spec.head_dim)
+        return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(self.spec.n_layers)]
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        spec, decoder = self.spec, self.decoder
+        x = decoder.embedded(tokens)
+        if decoder.position_embed is not None:
+            x = x + decoder.position_embed(positions)
+        turns: dict[RopeSpec | None, tuple[Tensor, Tensor] | None] = {None: None}
+        for rope, (frequencies, magnitudes) in self.tables.items():
+            turned = positions[None, :, None].float() * frequencies
+            turns[rope] = (turned.cos() * magnitudes, turned.sin() * magnitudes)
+        distance = positions[:, None] - torch.arange(self.n_context)  # (T, S)
+        masks = {}
+        for window in dict.fromkeys(spec.window_of_layer(i) for i in range(spec.n_layers)):
+            seen = distance >= 0
+            seen = seen if window is None else seen & (distance < window)
+            masks[window] = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        call = self.call
+        call.positions, call.before, call.after = positions, cache, []
+        for layer, block in enumerate(decoder.blocks):
+            x = block(x, turns[spec.rope_of_layer(layer)], masks[spec.window_of_layer(layer)])
+        after, call.before, call.after = call.after, [], []
+        call.positions = torch.empty(0, dtype=torch.int64)
+        return capped(self.head(decoder.read_out(x[:, -1])), decoder.logit_cap), after

@@ -1,0 +1,182 @@
+"""The decoder of a fixed cache computes what ours computes, and (in ``make soak``) so do the programs made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peers import ask, assert_answers_as_we_do, error, export_with_packages
+
+from small_models import EVERY, decoder_of, saved
+from twostroke.core.errors import ConfigError
+from twostroke.core.spec import ModelSpec
+from twostroke.interop import static_decoder
+from twostroke.interop.export_targets import ExportSource
+from twostroke.interop.litert import named
+from twostroke.interop.static_decoder import StaticDecoder, length_notes, require_groups
+from twostroke.model.decoder import Decoder
+from twostroke.model.load import load_state
+from twostroke.model.save import save_model
+
+IDS = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(5))
+LONG = torch.randint(2, 97, (1, 150), generator=torch.Generator().manual_seed(6))
+DENSE = sorted(name for name, spec in EVERY.items() if spec.moe is None and spec.mla is None)
+FP32 = ("cohere2", "gemma2", "glm4", "gpt2", "gpt_neox", "llama-scaled", "olmo3")
+"""Between them every operation of the dense families; an export takes most of a minute."""
+WIDE = {"d_model": 96, "head_dim": 16, "d_ff": 96}  # which groups of 32 divide
+WITHIN = {"fp32": 1e-5, "int8": 0.25, "int4": 0.25}
+"""Inputs rounded to 8 bits: up to 0.14 (measured), against 0.6 of weights rounded to 4 bits and 1.4 of unlike logits."""
+
+PROMPT = """
+import jinja2, json, sys
+from pathlib import Path
+from tokenizers import Tokenizer
+def prompt_of(folder):
+    template = jinja2.Template((folder / "chat_template.jinja").read_text())
+    text = template.render(messages=[{"role": "user", "content": "import os"}])
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+"""
+EXECUTORCH = (
+    PROMPT
+    + """
+import torch
+from executorch.runtime import Runtime
+def program(folder):
+    method = Runtime.get().load_program(str(folder / "model.pte")).load_method("forward")
+    def passed(ids, start):
+        (logits,) = method.execute([torch.tensor([ids]), torch.tensor([start])])
+        return logits[0].tolist()
+    return passed
+"""
+)
+LITERT = (
+    PROMPT
+    + """
+import numpy as np
+from ai_edge_litert.interpreter import Interpreter
+def program(folder):
+    interpreter = Interpreter(model_path=str(folder / "model.tflite"))
+    runners = {kind.partition("_")[0]: interpreter.get_signature_runner(kind) for kind in interpreter.get_signature_list()}
+    kept = [one for one in interpreter.get_signature_list()["decode"]["inputs"] if one.startswith("kv_cache")]
+    past = {one: np.zeros(runners["decode"].get_input_details()[one]["shape"], np.float32) for one in kept}
+    long = int(runners["prefill"].get_input_details()["tokens"]["shape"][1])
+    def passed(ids, start):
+        whole = len(ids) // long * long
+        parts = [ids[i : i + long] for i in range(0, whole, long)] + [[one] for one in ids[whole:]]
+        for part in parts:
+            place = np.arange(start, start + len(part), dtype=np.int32)
+            kind = runners["decode" if len(part) == 1 else "prefill"]
+            answer = kind(tokens=np.array([part], np.int32), input_pos=place, **past)
+            logits, start = answer.pop("logits"), start + len(part)
+            past.update(answer)
+        return logits[0].tolist()
+    return passed
+"""
+)
+LOGITS = """
+ids = json.loads(sys.argv[2])
+found = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    passed = program(folder)
+    for first in (140, 3):  # the second text begins anew over what the first left in the cache
+        found[folder.name] = [passed(ids[:first], 0)] + [passed(ids[i : i + 1], i) for i in range(first, len(ids))]
+print("FOUND", json.dumps(found))
+"""
+GREEDY = """
+folder = Path(sys.argv[1])
+passed = program(folder)
+end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+prompt, tokens = prompt_of(folder), []
+logits = passed(prompt, 0)
+while len(tokens) < 64:
+    tokens.append(max(range(len(logits)), key=logits.__getitem__))
+    if tokens[-1] == end:
+        break
+    logits = passed(tokens[-1:], len(prompt) + len(tokens) - 1)
+print("FOUND", json.dumps([prompt, tokens]))
+"""
+PROGRAMS = {"executorch": EXECUTORCH, "litert": LITERT}
+
+
+def round_to_groups(decoder: Decoder) -> None:
+    """Weights of the blocks as whole multiples of up to ±7 of a power of two: 4 bits hold them exactly, also by scales of 16
+    bits. The first of each group is the largest, so that a scale is found from it."""
+    for name, weight in decoder.named_parameters():
+        if weight.ndim == 2 and name.startswith("blocks"):
+            groups = weight.view(-1, static_decoder.GROUP)
+            scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(dim=1, keepdim=True) / 7)))
+            codes = (groups / scales).round()
+            codes[:, 0] = 7.0
+            groups.copy_(codes * scales)
+
+
+def opened(directory: Path) -> ExportSource:
+    spec, state = load_state(directory)
+    return ExportSource(directory, spec, state, None)
+
+
+@pytest.mark.parametrize("name", DENSE)
+@torch.no_grad()
+def test_a_fixed_cache_changes_no_logits(name: str, tmp_path: Path) -> None:
+    """A prompt, then single tokens; afterwards a shorter text over what the first left in the cache."""
+    decoder, source = saved(name, tmp_path)
+    program = StaticDecoder(opened(source), "executorch").eval()
+    wanted, cache = decoder(IDS)[0], program.empty_cache()
+    for first in (14, 3):
+        logits, cache = program(IDS[:, :first], torch.arange(first), cache)
+        found = [logits]
+        for i in range(first, IDS.shape[1]):
+            logits, cache = program(IDS[:, i : i + 1], torch.arange(i, i + 1), cache)
+            found.append(logits)
+        torch.testing.assert_close(torch.cat(found), wanted[first - 1 :], rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_caches_are_named_by_kind_and_layer(tmp_path: Path) -> None:
+    program = StaticDecoder(opened(saved("llama", tmp_path)[1]), "litert")
+    tensors = named(program.empty_cache())
+    assert sorted(tensors) == sorted(f"kv_cache_{kind}_{layer}" for kind in "kv" for layer in range(3))
+    assert {tuple(one.shape) for one in tensors.values()} == {(1, 2, 256, 8)}
+
+
+def test_what_a_program_does_not_hold_is_refused_or_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in (("mixtral", "experts"), ("deepseek_v3", "experts")):
+        _, source = saved(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=f"--to litert writes dense models, and this {name} model has {words}"):
+            StaticDecoder(opened(source), "litert")
+    with pytest.raises(ConfigError, match="groups of 32, which do not divide the 48 inputs of qkv"):
+        require_groups(EVERY["llama"], "executorch")
+    require_groups(EVERY["llama"].with_(**WIDE), "executorch")
+    monkeypatch.setattr(static_decoder, "CONTEXT", 128)
+    spec: ModelSpec = EVERY["llama"]
+    assert length_notes(spec) == ("the program's cache holds 128 of the model's 256 tokens.",)
+    assert StaticDecoder(opened(saved("llama", tmp_path / "llama")[1]), "litert").n_context == 128
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", PROGRAMS)
+@torch.no_grad()
+def test_programs_compute_what_we_compute(target: str, tmp_path: Path) -> None:
+    exports, wanted = [], {}
+    for name in (*FP32, "int8", "int4"):
+        precision = "fp32" if name in FP32 else name
+        decoder = decoder_of(name) if name in FP32 else decoder_of("llama", **WIDE)
+        if name == "int4":
+            round_to_groups(decoder)
+        source = save_model(decoder, decoder.spec, tmp_path / "sources" / name)
+        exports.append((str(source), str(tmp_path / "out" / name), precision))
+        wanted[name] = decoder(LONG)[0, 2:], WITHIN[precision]
+    export_with_packages(target, exports)
+    found = ask(target, PROGRAMS[target] + LOGITS, tmp_path / "out", json.dumps(LONG[0].tolist()))
+    for name, (logits, within) in wanted.items():
+        assert error(found[name], logits) < within, name
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("target", PROGRAMS)
+def test_programs_answer_as_we_do(target: str, tmp_path: Path) -> None:
+    """64 greedy tokens of a chat, with our tokenizer and template."""
+    assert_answers_as_we_do(target, PROGRAMS[target] + GREEDY, tmp_path)
