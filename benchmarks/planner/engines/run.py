@@ -181,7 +181,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TWOSTROKE_HOME", str(folder / "home"))
     from twostroke.core.openmp import limit_spinning
+    from twostroke.kernels.native_library import why_absent
 
+    if absent := why_absent():
+        raise SystemExit(f"The engine that is measured has no native library: {absent}")
     limit_spinning(os.environ)
     environment = dict(os.environ)
     if given.calibrate:
