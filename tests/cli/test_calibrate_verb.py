@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +34,13 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return int(exit_.value.code or 0), out, err
 
 
+def others_use(cores: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(used=cores, processors=frozenset({0, 1}))
+    monkeypatch.setattr("twostroke.cli.calibrate_verb.recently", lambda: found)
+
+
 def test_the_profile_is_stored_and_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    others_use(0.0, monkeypatch)
     code, out, err = run(capsys, "calibrate", "--device", "cpu", "--json")
     assert code == 0
     assert "busy" not in err
@@ -48,7 +54,7 @@ def test_the_profile_is_stored_and_used(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (64.0, 0.0, 0.0))
+    others_use(64.0, monkeypatch)
     code, out, err = run(capsys, "calibrate", "--device", "cpu")
     assert code == 0
     assert "64.0 of" in err

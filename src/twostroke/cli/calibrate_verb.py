@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.core.contention import recently
 from twostroke.core.described import plain
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.units import format_bytes, format_flop_rate, format_seconds
@@ -50,10 +51,10 @@ def calibrate(
 
     Under torchrun, collectives between its ranks are measured as well, and the first rank does the rest.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY_SHARE * cores:
-        log(f"other programs keep {load:.1f} of {cores} cores busy: rates will read low. Calibrate when the machine is idle.")
+    others = recently()
+    if others.used > BUSY_SHARE * len(others.processors):
+        shown = f"{others.used:.1f} of {len(others.processors)}"
+        log(f"other programs keep {shown} cores busy: rates will read low. Calibrate when the machine is idle.")
     from twostroke.calibration.collectives import is_launched, measure_in_launched_group
     from twostroke.calibration.measure import calibrate_engines, pick_device
     from twostroke.core.profile import save_profile

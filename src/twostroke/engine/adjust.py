@@ -157,7 +157,8 @@ def plain_adjust(row: npt.NDArray[np.float32], request: Request, adjuster: Adjus
     if fixed.repeats:
         seen = np.concatenate((fixed.prompt, output[adjuster.fresh[: len(output)] != 0]))
         penalty, values = np.float32(params.repetition_penalty), row[seen]
-        change(seen, np.where(values > 0, values / penalty, values * penalty))
+        with np.errstate(over="ignore"):  # what a penalty takes below the smallest number is −inf, as in the native library
+            change(seen, np.where(values > 0, values / penalty, values * penalty))
     if fixed.counts and len(output):
         taken_off = params.presence_penalty + params.frequency_penalty * adjuster.counts[: len(output)]
         change(output, row[output] - taken_off.astype(np.float32))
