@@ -25,7 +25,7 @@ QUALITY_RUNS = {
     "stories260K": "quality/runs/2026-11-22-2-core-xeon-7879001-stories260k",
 }
 CHECKPOINTS_RUN = "checkpoints/runs/2026-11-21-2-core-epyc-79aac01"
-PLANNER_RUN = "planner/engines/runs/2026-11-23-2-core-epyc-95d1398"
+PLANNER_RUN = "planner/engines/runs/2026-11-23-2-core-epyc-a940457"
 PUBLIC_RUN = "planner/public_tables/runs/2026-11-21-2-core-cpu-e08cff4"
 
 TIE = 0.05

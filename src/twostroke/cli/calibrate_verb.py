@@ -51,9 +51,9 @@ def calibrate(
 
     Under torchrun, collectives between its ranks are measured as well, and the first rank does the rest.
     """
-    others = recently()
-    if others.used > BUSY_SHARE * len(others.processors):
-        shown = f"{others.used:.1f} of {len(others.processors)}"
+    programs = recently()
+    if programs.used > BUSY_SHARE * len(programs.processors):
+        shown = f"{programs.used:.1f} of {len(programs.processors)}"
         log(f"other programs keep {shown} cores busy: rates will read low. Calibrate when the machine is idle.")
     from twostroke.calibration.collectives import is_launched, measure_in_launched_group
     from twostroke.calibration.measure import calibrate_engines, pick_device
