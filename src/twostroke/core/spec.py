@@ -42,7 +42,6 @@ class RopeSpec:
     theta: Annotated[float, "base of the frequencies"] = 10_000.0
     scaling: Annotated[RopeScaling, "none, linear, proportional, llama3, dynamic, yarn, longrope or by_layer"] = "none"
     factor: Annotated[float, "of the scaling"] = 1.0
-    turned_share: Annotated[float, "proportional: of a head's angles, those that turn"] = 1.0
     low_freq_factor: Annotated[float, "llama3"] = 1.0
     high_freq_factor: Annotated[float, "llama3"] = 4.0
     original_max_positions: Annotated[int, "tokens before scaling"] = 8192
@@ -52,6 +51,7 @@ class RopeSpec:
     magnitude: Annotated[float, "yarn, longrope: of sines and cosines"] = 1.0
     short_factors: Annotated[tuple[float, ...], "longrope: divisors up to the tokens before scaling"] = ()
     long_factors: Annotated[tuple[float, ...], "longrope: divisors beyond them"] = ()
+    turned_share: Annotated[float, "proportional: of a head's angles, those that turn"] = 1.0
 
     def __post_init__(self) -> None:
         numbers = "theta factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow magnitude"
