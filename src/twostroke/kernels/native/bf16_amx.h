@@ -35,8 +35,7 @@ struct FewBf16 {
                 __asm__ volatile("" : "+v"(sum[r][t]));
             }
         for_k_rows<T, kChunkKRows * kKRowBytes>(to, n_chunks, panel_bytes,
-                                                [&](int64_t chunk, int64_t first, int64_t others)
-                                                    __attribute__((always_inline)) {
+                                                [&](int64_t chunk, const Ahead& ahead) __attribute__((always_inline)) {
             __m512 even[R][T], odd[R][T];
             TS_EACH(r, R)
                 TS_EACH(t, T) even[r][t] = odd[r][t] = _mm512_setzero_ps();
@@ -44,7 +43,7 @@ struct FewBf16 {
                 __m512 w_even[T], w_odd[T];
                 TS_EACH(t, T) {
                     const char* from = weights + t * panel_bytes + s * kKRowBytes;
-                    _mm_prefetch(from + (t == 0 ? first : others), _MM_HINT_T0);
+                    fetch(from, ahead, t);
                     const __m512i w = _mm512_loadu_si512(from);
                     w_even[t] = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
                     w_odd[t] = _mm512_castsi512_ps(_mm512_and_si512(w, upper));

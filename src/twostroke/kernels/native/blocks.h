@@ -1,6 +1,7 @@
 // What the products of all vector instruction sets share: the walk over blocks of R rows and T panels that stay in
 // registers. Everything has internal linkage: each file has its own, compiled for its own processors.
 #pragma once
+#include "cpu.h"
 #include "layout.h"
 
 #include <cstdlib>
@@ -25,36 +26,57 @@ struct ProductArgs {
     bool last = false;
 };
 
-// How far ahead of their use weights are fetched into the first-level cache, in bytes of all streams of a block
-// together: what is on its way from memory at any time.
-constexpr int64_t kPrefetchDistanceBytes = 8192;
-
-// For T panels read side by side, where to fetch from: so many bytes behind the address that is read now, in the first
-// panel and in the others (0: nowhere). One block of rows: what it will read kPrefetchDistanceBytes / T later, which
-// past a panel's end is T panels on. Several blocks read the same panels, all but the first from a cache: each fetches
-// one of the next T panels, so that memory never rests.
-template <int T>
-struct PrefetchDistance {
-    int64_t distance, first, others, first_past_end, others_past_end;
-    PrefetchDistance(const ProductArgs& to, int64_t bytes, int64_t panel_bytes) {
-        distance = kPrefetchDistanceBytes / T < bytes ? kPrefetchDistanceBytes / T : bytes;
-        first = others = distance;
-        first_past_end = others_past_end = to.last ? 0 : distance + (T - 1) * panel_bytes;
-        if (to.n_blocks > 1) {
-            first = first_past_end = to.last || to.block >= T ? 0 : (T + to.block) * panel_bytes;
-            others = others_past_end = 0;
-        }
-    }
+// What to add to the address of a k_row that is read now, to fetch what comes later: into the first-level cache, in the
+// first of the panels side by side and in the others, and into the second-level cache, in all. 0: nothing.
+struct Ahead {
+    int64_t first, others, far;
 };
 
-// Calls body(k_row, ahead in the first panel, in the others) for every k_row of T panels.
+// `from`: of panel t.
+__attribute__((always_inline)) inline void fetch(const char* from, const Ahead& ahead, int t) {
+    __builtin_prefetch(from + (t == 0 ? ahead.first : ahead.others), 0, 3);
+    __builtin_prefetch(from + ahead.far, 0, 2);
+}
+
+// For T panels read side by side, `bytes` of k_rows behind a head each. One block of rows: what it will read
+// prefetch_distances() / T later, which past a panel's end is T panels on, behind its head; heads are fetched where
+// next_head says so. Several blocks read the same panels, all but the first from a cache: each fetches one of the next
+// T panels, so that memory never rests.
+template <int T>
+class Prefetch {
+public:
+    bool next_head;
+    Prefetch(const ProductArgs& to, int64_t bytes, int64_t panel_bytes, int64_t head = 0) {
+        const PrefetchDistances wanted = prefetch_distances();
+        const int64_t near = least(wanted.near / T, bytes), far = least(wanted.far / T, bytes);
+        const int64_t next = head + (T - 1) * panel_bytes;
+        next_head = head > 0 && !to.last && to.n_blocks == 1;
+        near_end_ = bytes - near;
+        far_end_ = bytes - far;
+        if (to.n_blocks == 1) {
+            now_ = {near, near, far};
+            if (!to.last) past_end_ = {near + next, near + next, far + next};
+        } else if (!to.last && to.block < T) {
+            now_.first = past_end_.first = (T + to.block) * panel_bytes;
+        }
+    }
+    Ahead at(int64_t byte) const {
+        const Ahead& near = byte < near_end_ ? now_ : past_end_;
+        return {near.first, near.others, byte < far_end_ ? now_.far : past_end_.far};
+    }
+
+private:
+    static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+    int64_t near_end_, far_end_;
+    Ahead now_{}, past_end_{};
+};
+
+// Calls body(k_row, what to fetch) for every k_row of T panels.
 template <int T, int64_t Bytes = kKRowBytes, class Body>
 __attribute__((always_inline)) inline void for_k_rows(const ProductArgs& to, int64_t n_k_rows, int64_t panel_bytes,
                                                       Body body) {
-    const PrefetchDistance<T> ahead(to, n_k_rows * Bytes, panel_bytes);
-    const int64_t split = n_k_rows - ahead.distance / Bytes;
-    for (int64_t s = 0; s < split; ++s) body(s, ahead.first, ahead.others);
-    for (int64_t s = split; s < n_k_rows; ++s) body(s, ahead.first_past_end, ahead.others_past_end);
+    const Prefetch<T> later(to, n_k_rows * Bytes, panel_bytes);
+    for (int64_t s = 0; s < n_k_rows; ++s) body(s, later.at(s * Bytes));
 }
 
 // R rows by a few pointers: with one for each the processor's registers do not suffice.

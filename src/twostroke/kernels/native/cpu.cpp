@@ -14,6 +14,11 @@ uint64_t extended_control_register() {
     return low | (uint64_t{high} << 32);
 }
 
+bool is_amd() {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+}
+
 bool may_use_tiles() {
     constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -63,6 +68,11 @@ Features cpu() {
     return found;
 }
 
+PrefetchDistances prefetch_distances() {
+    static const PrefetchDistances found = is_amd() ? PrefetchDistances{2048, 18432} : PrefetchDistances{8192, 8192};
+    return found;
+}
+
 }  // namespace ts
 
 #elif defined(__aarch64__) && defined(__linux__)
@@ -79,6 +89,8 @@ Features cpu() {
     return found;
 }
 
+PrefetchDistances prefetch_distances() { return {8192, 8192}; }
+
 }  // namespace ts
 
 #else
@@ -86,6 +98,8 @@ Features cpu() {
 namespace ts {
 
 Features cpu() { return 0; }
+
+PrefetchDistances prefetch_distances() { return {8192, 8192}; }
 
 }  // namespace ts
 

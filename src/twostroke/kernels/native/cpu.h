@@ -33,4 +33,12 @@ constexpr Features set_of(Each... features) {
 
 Features cpu();  // asked at each call
 
+// How far ahead of their use weights are fetched, in bytes of all streams of a product together, into the first-level
+// cache and into the second. On AMD's EPYC Zen 4 a pass over 135M and 1.1B parameters takes 0.72 to 0.87 of its time at
+// one row and 0.72 to 0.90 at four with these two instead of 8192 alone, which was best on a Xeon with AMX.
+struct PrefetchDistances {
+    int64_t near, far;
+};
+PrefetchDistances prefetch_distances();
+
 }  // namespace ts

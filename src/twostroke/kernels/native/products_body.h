@@ -27,9 +27,9 @@ TS_INLINE I32x16 broadcast_word(const void* p) {
     return broadcast(bits);
 }
 
-// The words of a row of one of T panels side by side, when what comes later is on its way.
-TS_INLINE I32x16 fetch_words(const char* from, int64_t distance) {
-    __builtin_prefetch(from + distance, 0, 3);
+// The words of a row of panel t of those side by side, when what comes later is on its way.
+TS_INLINE I32x16 fetch_words(const char* from, const Ahead& ahead, int t) {
+    fetch(from, ahead, t);
     return load_words(from);
 }
 
@@ -42,10 +42,9 @@ struct W8A8 {
         I32x16 sum[R][T];
         TS_EACH(r, R)
             TS_EACH(t, T) sum[r][t] = zero_words();
-        for_k_rows<T>(to, n_k_rows, panel_bytes,
-                      [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+        for_k_rows<T>(to, n_k_rows, panel_bytes, [&](int64_t s, const Ahead& ahead) __attribute__((always_inline)) {
             I32x16 w[T];
-            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, ahead, t);
             TS_EACH(r, R) {
                 const I32x16 a = broadcast_word(codes[r] + s * 4);
                 TS_EACH(t, T) add_code_products(sum[r][t], w[t], a);
@@ -82,18 +81,17 @@ struct Int8 {
         F32x16 sum[R][T];
         TS_EACH(r, R)
             TS_EACH(t, T) sum[r][t] = zero_floats();
-        const auto k_row = [&](int64_t s, int n_inputs, int64_t first, int64_t others) __attribute__((always_inline)) {
+        const auto k_row = [&](int64_t s, int n_inputs, const Ahead& ahead) __attribute__((always_inline)) {
             I32x16 w[T];
-            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, ahead, t);
             add_input<0>(x, s, w, sum);
             if (n_inputs > 1) add_input<1>(x, s, w, sum);
             if (n_inputs > 2) add_input<2>(x, s, w, sum);
             if (n_inputs > 3) add_input<3>(x, s, w, sum);
         };
         for_k_rows<T>(to, k / 4, panel_bytes,
-                      [&](int64_t s, int64_t first, int64_t others)
-                          __attribute__((always_inline)) { k_row(s, 4, first, others); });
-        if (k % 4) k_row(k / 4, int(k % 4), 0, 0);
+                      [&](int64_t s, const Ahead& ahead) __attribute__((always_inline)) { k_row(s, 4, ahead); });
+        if (k % 4) k_row(k / 4, int(k % 4), Ahead{});
         TS_EACH(r, R)
             TS_EACH(t, T) write(to, row + r, panel + t, multiply(sum[r][t], scales_of(to, panel + t)));
     }
@@ -108,11 +106,11 @@ struct F32 {
         F32x16 sum[R][T];
         TS_EACH(r, R)
             TS_EACH(t, T) sum[r][t] = zero_floats();
-        for_k_rows<T>(to, k, panel_bytes, [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+        for_k_rows<T>(to, k, panel_bytes, [&](int64_t s, const Ahead& ahead) __attribute__((always_inline)) {
             F32x16 w[T];
             TS_EACH(t, T) {
                 const char* from = weights + t * panel_bytes + s * kKRowBytes;
-                __builtin_prefetch(from + (t == 0 ? first : others), 0, 3);
+                fetch(from, ahead, t);
                 w[t] = load_floats(from);
             }
             TS_EACH(r, R) {
@@ -134,10 +132,9 @@ struct Bf16 {
         F32x16 sum[R][T];
         TS_EACH(r, R)
             TS_EACH(t, T) sum[r][t] = zero_floats();
-        for_k_rows<T>(to, n_k_rows, panel_bytes,
-                      [&](int64_t s, int64_t first, int64_t others) __attribute__((always_inline)) {
+        for_k_rows<T>(to, n_k_rows, panel_bytes, [&](int64_t s, const Ahead& ahead) __attribute__((always_inline)) {
             I32x16 w[T];
-            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, t == 0 ? first : others);
+            TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, ahead, t);
             TS_EACH(r, R) {
                 const I32x16 a = broadcast_word(x[r] + s * 2);
                 TS_EACH(t, T) add_bf16_products(sum[r][t], w[t], a);
@@ -156,7 +153,7 @@ struct Int4 {
         const int64_t panel_bytes = head + n_k_rows * kKRowBytes;
         const char* weights = layout::panel(to.w, panel);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
-        const PrefetchDistance<T> ahead(to, n_k_rows * kKRowBytes, panel_bytes);
+        const Prefetch<T> later(to, n_k_rows * kKRowBytes, panel_bytes, head);
         const float* code_sums = group_sums.values + row * n_groups;
         constexpr int kAtOnce = Int4Blocking::panels_at_once(T);
         F32x16 total[R][T];
@@ -167,20 +164,20 @@ struct Int4 {
             TS_EACH(r, R)
                 TS_EACH(t, T) sum[r][t] = zero_words();
             const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
-            const bool past_end = end * kKRowBytes + ahead.distance > n_k_rows * kKRowBytes;
-            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
-            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
+            if (later.next_head && g * kKRowBytes < head)
+                TS_EACH(t, T) __builtin_prefetch(weights + (T + t) * panel_bytes + g * kKRowBytes, 0, 3);
             for (int64_t exact = g * group_k_rows; exact < end; exact += kNibbleKRows) {  // 4 or multiples in a group
                 NibbleSum narrow[R][T];
                 TS_EACH(r, R)
                     TS_EACH(t, T) narrow[r][t] = nibble_sum(sum[r][t]);
                 for (int64_t s = exact; s < exact + kNibbleKRows; ++s) {
+                    const Ahead ahead = later.at(s * kKRowBytes);
                     TS_EACH(part, T / kAtOnce) {
                         const int panel0 = part * kAtOnce;
                         I32x16 low[kAtOnce], high[kAtOnce];
                         TS_EACH(t, kAtOnce) {
                             const char* from = weights + (panel0 + t) * panel_bytes + head + s * kKRowBytes;
-                            const I32x16 w = fetch_words(from, panel0 + t == 0 ? first : others);
+                            const I32x16 w = fetch_words(from, ahead, panel0 + t);
                             low[t] = low_nibbles(w);
                             high[t] = high_nibbles(w);
                         }
@@ -263,6 +260,8 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
 uint64_t sum_words(const uint64_t* words, int64_t n_words) {
     constexpr int64_t kStream = 4096;  // words of each at a time
     constexpr int kStreams = RegisterBlocking::panels_of(1);
+    const int64_t near = prefetch_distances().near / kStreams;
+    const Ahead ahead{near, near, prefetch_distances().far / kStreams};
     I32x16 sums[kStreams];
     TS_EACH(j, kStreams) sums[j] = zero_words();
     int64_t i = 0;
@@ -270,7 +269,7 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words) {
         for (int64_t at = i; at < i + kStream; at += 8)
             TS_EACH(j, kStreams) {
                 const char* from = reinterpret_cast<const char*>(words + at + j * kStream);
-                sums[j] = add_quads(sums[j], fetch_words(from, kPrefetchDistanceBytes / kStreams));
+                sums[j] = add_quads(sums[j], fetch_words(from, ahead, j));
             }
     uint64_t all = 0;
     TS_EACH(j, kStreams) all += sum_of_quads(sums[j]);
