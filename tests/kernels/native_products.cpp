@@ -2,7 +2,8 @@
 // the standard input and reads what comes out: the names of the targets that hold, a line each with an empty one behind
 // them, then of each case for each of those targets the prepared rows and the products.
 //
-// A case: format, group, n, k, m as int64; weights, (n, groups) scales, zero points and rows as the library reads them.
+// A case: format, group, n, k, m, number of scales and of zero points as int64; weights, scales, zero points and rows as
+// the library reads them.
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -46,12 +47,12 @@ int main() {
             std::printf("%s\n", ts_target_name(i));
         }
     std::printf("\n");
-    for (std::vector<int64_t> head; !(head = read<int64_t>(5)).empty();) {
+    for (std::vector<int64_t> head; !(head = read<int64_t>(7)).empty();) {
         const int format = int(head[0]), group = int(head[1]);
-        const int64_t n = head[2], k = head[3], m = head[4], groups = format == 4 ? (k + group - 1) / group : 1;
+        const int64_t n = head[2], k = head[3], m = head[4];
         const auto weights = read<char>(n * k * (format == 0 ? 4 : format == 1 ? 2 : 1));
-        const auto scales = read<float>(n * groups);
-        const auto zeros = read<uint8_t>(n * groups);
+        const auto scales = read<float>(head[5]);
+        const auto zeros = read<uint8_t>(head[6]);
         const auto x = read<float>(m * k);
         std::vector<char> packed(static_cast<size_t>(ts_packed_bytes(format, group, n, k)));
         ts_pack(format, group, n, k, weights.data(), scales.data(), zeros.data(), packed.data());

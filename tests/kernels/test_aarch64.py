@@ -26,7 +26,11 @@ pytestmark = [
     pytest.mark.skipif(library is None, reason=native_library.why_absent() or "there"),
 ]
 
-F32, BF16, W8A8, INT8, INT4 = range(5)
+F32, BF16, W8A8, INT8, INT4, INT8_GROUPS, INT4_BLOCKS = range(7)
+FORMATS = (
+    (F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128), (INT8_GROUPS, 16), (INT8_GROUPS, 32),
+    (INT4_BLOCKS, 256),
+)  # fmt: skip
 SHAPES = [(17, 33, 1), (64, 576, 5), (33, 1000, 13), (16, 9000, 2), (150, 260, 4), (40, 64, 3)]
 """Outputs, inputs and rows: whole panels and the rests beside them."""
 
@@ -37,18 +41,20 @@ PROCESSORS = {"cortex-a72": ["plain"], "cortex-a76": ["plain", "neon"], "max": [
 def cases() -> list[tuple[tuple[int, int, int, int, int], list[np.ndarray]]]:
     """Shape and arrays of each case; the largest sums of codes that there are among them."""
     rng, found = np.random.default_rng(0), []
-    for format, group in ((F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128)):
+    for format, group in FORMATS:
         for n, k, m in SHAPES:
             weights = {
                 F32: lambda size: rng.standard_normal(size, dtype=np.float32),
                 BF16: lambda size: rng.integers(0x3C00, 0x4000, size).astype(np.uint16),
                 INT4: lambda size: rng.integers(0, 16, size).astype(np.uint8),
+                INT4_BLOCKS: lambda size: rng.integers(0, 16, size).astype(np.uint8),
             }.get(format, lambda size: rng.integers(-127, 128, size).astype(np.int8))((n, k))
             x = rng.standard_normal((m, k), dtype=np.float32)
             x[0] = 3.0
             weights[0] = weights.max()
-            groups = -(-k // group) if format == INT4 else 1
-            scales, zeros = rng.uniform(1e-3, 1, (n, groups)).astype(np.float32), rng.integers(0, 16, (n, groups))
+            groups = -(-k // group) if group else 1
+            n_scales, n_zeros = (2 * groups, -(-k // 32) * 2) if format == INT4_BLOCKS else (groups, groups)
+            scales, zeros = rng.uniform(1e-3, 1, (n, n_scales)).astype(np.float32), rng.integers(0, 16, (n, n_zeros))
             found.append(((format, group, n, k, m), [weights, scales, zeros.astype(np.uint8), x]))
     return found
 
@@ -93,7 +99,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_products_of_an_aarch64_processor_have_the_bits_of_x86(driver: Path, processor: str) -> None:
     """All formats are: integers are exact, and sums of fp32 run in one order. BFDOT alone rounds in its own way."""
     given = b"".join(
-        np.array(shape, np.int64).tobytes() + b"".join(array.tobytes() for array in arrays) for shape, arrays in cases()
+        np.array([*shape, arrays[1].size, arrays[2].size], np.int64).tobytes() + b"".join(array.tobytes() for array in arrays)
+        for shape, arrays in cases()
     )
     command = [QEMU, "-L", "/usr/aarch64-linux-gnu", "-cpu", processor, str(driver)]
     said = subprocess.run(command, input=given, capture_output=True, check=True).stdout

@@ -18,9 +18,13 @@ library = native_library.library()
 if library is None:
     pytest.skip(native_library.why_absent(), allow_module_level=True)
 
-F32, BF16, W8A8, INT8, INT4 = range(5)
-NAMES = ("f32", "bf16", "w8a8", "int8", "int4")
-FORMATS = [(F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128)]
+F32, BF16, W8A8, INT8, INT4, INT8_GROUPS, INT4_BLOCKS = range(7)
+NAMES = ("f32", "bf16", "w8a8", "int8", "int4", "int8_groups", "int4_blocks")
+FORMATS = [
+    (F32, 0), (BF16, 0), (W8A8, 0), (INT8, 0), (INT4, 32), (INT4, 64), (INT4, 128), (INT8_GROUPS, 16), (INT8_GROUPS, 32),
+    (INT4_BLOCKS, 256),
+]  # fmt: skip
+CODED = [(format, group) for format, group in FORMATS if format not in (F32, BF16, INT8)]
 by_format = pytest.mark.parametrize(("format", "group"), FORMATS, ids=[f"{NAMES[f]}{g or ''}" for f, g in FORMATS])
 by_target = pytest.mark.parametrize("target", native_library.holding())
 
@@ -68,6 +72,12 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def eleven_bits(scales: np.ndarray) -> np.ndarray:
+    """What fp16's mantissa holds."""
+    mantissa, exponent = np.frexp(scales)
+    return np.ldexp(np.rint(mantissa * 2048) / 2048, exponent).astype(np.float32)
+
+
 @dataclass
 class Weights:
     format: int
@@ -94,11 +104,21 @@ class Weights:
             codes = rng.integers(-127, 128, (n, k)).astype(np.int8)
             scales = rng.uniform(1e-3, 1, n).astype(np.float32)
             meaning = codes.astype(np.float64) * scales[:, None]
+        elif format == INT8_GROUPS:
+            codes = rng.integers(-128, 128, (n, k)).astype(np.int8)
+            scales = eleven_bits(rng.uniform(1e-3, 1, (n, -(-k // group))) * rng.choice([-1, 1], (n, -(-k // group))))
+            meaning = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
+        elif format == INT4_BLOCKS:
+            codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+            scales = rng.uniform(-1, 1, (n, -(-k // group), 2)).astype(np.float16).astype(np.float32)
+            zeros = rng.integers(0, 64, (n, -(-k // 32), 2)).astype(np.uint8)
+            both = np.repeat(scales.astype(np.float64), group // 32, axis=1)[:, : zeros.shape[1]] * zeros
+            both = np.repeat(both, 32, axis=1)[:, :k]
+            meaning = codes * both[..., 0] - both[..., 1]
         else:
             codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
             zeros = rng.integers(0, 16, (n, -(-k // group))).astype(np.uint8)
-            mantissa, exponent = np.frexp(rng.uniform(1e-3, 1, zeros.shape))
-            scales = np.ldexp(np.rint(mantissa * 2048) / 2048, exponent).astype(np.float32)
+            scales = eleven_bits(rng.uniform(1e-3, 1, zeros.shape))
             spread = [np.repeat(values.astype(np.float64), group, axis=1)[:, :k] for values in (zeros, scales)]
             meaning = (codes - spread[0]) * spread[1]
         codes, scales, zeros = (None if a is None else guarded(a) for a in (codes, scales, zeros))
@@ -122,7 +142,7 @@ class PreparedRows:
         rows = PreparedRows(m, guarded(x.astype(np.float32)))
         if format == BF16:
             rows.bf16 = guarded(np.full((m, library.ts_padded(k)), 7, np.uint16))
-        elif format in (W8A8, INT4):
+        elif format not in (F32, INT8):
             rows.codes = guarded(np.full((m, library.ts_padded(k)), 7, np.int8))
             rows.scales = guarded(np.full(m, 7, np.float32))
             rows.sums = guarded(np.full((m, library.ts_sums_per_row(k)), 7, np.int32))
@@ -216,10 +236,10 @@ def test_w8a8_is_exact_to_the_last_bit(target: str) -> None:
         assert np.array_equal(product(w, rows, bias, start), expected)
 
 
-@pytest.mark.parametrize("format", [W8A8, INT4])
-def test_integer_formats_have_the_same_bits_on_every_target(format: int) -> None:
+@pytest.mark.parametrize(("format", "group"), CODED)
+def test_integer_formats_have_the_same_bits_on_every_target(format: int, group: int) -> None:
     rng = np.random.default_rng(3)
-    w = Weights.random(format, 64 if format == INT4 else 0, 70, 450, rng)
+    w = Weights.random(format, group, 70, 450, rng)
     x = rng.standard_normal((9, 450), dtype=np.float32)
     found = []
     for target in native_library.holding():
@@ -247,7 +267,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_who_computes_it(target: 
 
 
 @by_target
-@pytest.mark.parametrize(("format", "group"), [(BF16, 0), (W8A8, 0), (INT4, 32), (INT4, 64), (INT4, 128)])
+@pytest.mark.parametrize(("format", "group"), [(BF16, 0), *CODED])
 def test_many_rows_with_many_inputs_are_each_the_same_as_alone(target: str, format: int, group: int) -> None:
     """Inputs are walked in parts and blocks of rows overlap where there are many of both: 1 to 4 rows know neither."""
     use(target)

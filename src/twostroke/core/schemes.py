@@ -15,20 +15,34 @@ from twostroke.core.errors import ConfigError
 GROUPS = (32, 64, 128)
 """Inputs that may share a scale in the native library's 4-bit format."""
 
+INT8_GROUPS = (16, 32)
+"""The same in its 8-bit one."""
+
+BLOCK, BLOCK_GROUP = 256, 32
+"""Inputs of a block whose groups have codes for scales and minima, and of such a group."""
+
 W8, W8A8 = "w8", "w8a8"
 """Torch's products of int8 weights as profiles name them: with bf16 activations, and with activations rounded on the way."""
 
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """How the native library packs a matrix: the type of a weight, whether groups of ``GROUPS`` inputs share a scale,
-    whether its products have a matrix unit, without which large ones take long, and whether they round activations to 8 bits,
-    a scale a row."""
+    """How the native library packs a matrix: the type of a weight, ``groups`` of inputs that may share what takes
+    ``group_bytes`` an output, ``inner_bytes`` that each ``BLOCK_GROUP`` inputs take beside, ``output_bytes`` that an output
+    does, whether its products have a matrix unit, without which large ones take long, and whether they round activations to
+    8 bits, a scale a row."""
 
     element: str
-    grouped: bool = False
+    groups: tuple[int, ...] = ()
+    group_bytes: int = 0
+    output_bytes: int = 0
+    inner_bytes: int = 0
     matrix_unit: bool = True
     rounds_inputs: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        return bool(self.groups)
 
     @property
     def coded(self) -> bool:
@@ -39,9 +53,11 @@ class NativeFormat:
 NATIVE_FORMATS: dict[str, NativeFormat] = {
     "fp32": NativeFormat("fp32", matrix_unit=False),
     "bf16": NativeFormat("bf16"),
-    "int8": NativeFormat("int8", rounds_inputs=True),  # W8A8
-    "int8_weight_only": NativeFormat("int8", matrix_unit=False),
-    "int4": NativeFormat("int4", grouped=True, matrix_unit=False, rounds_inputs=True),  # W4A8
+    "int8": NativeFormat("int8", output_bytes=4, rounds_inputs=True),  # W8A8
+    "int8_weight_only": NativeFormat("int8", output_bytes=4, matrix_unit=False),
+    "int4": NativeFormat("int4", GROUPS, 3, 4, matrix_unit=False, rounds_inputs=True),  # W4A8
+    "int8_groups": NativeFormat("int8", INT8_GROUPS, 2, 4, matrix_unit=False, rounds_inputs=True),
+    "int4_blocks": NativeFormat("int4", (BLOCK,), 4, inner_bytes=2, matrix_unit=False, rounds_inputs=True),
 }
 """In the order of the library's numbers (``ts::Format``)."""
 
@@ -122,6 +138,11 @@ class Scheme:
         return self.scale_bytes > 0
 
     @property
+    def has_zeros(self) -> bool:
+        """Whether its codes have zero points or minima beside their scales."""
+        return self.element == "int4"
+
+    @property
     def kept(self) -> str:
         """The type of what is not quantised (embedding, head, norms), of activations and, unless asked otherwise, the cache."""
         return "fp32" if self.element == "fp32" else "bf16"
@@ -186,6 +207,11 @@ def _fours(group: int) -> Scheme:
     )  # fmt: skip
 
 
+def _eights(group: int) -> Scheme:
+    """What GGUF's types without minima are computed as: a group has an fp16 scale."""
+    return Scheme(f"int8-g{group}", "int8", 2.0, group=group, planned=False, native="int8_groups", torch=("packed_bf16",))
+
+
 def _gguf(
     name: str, element: str, scale_bytes: float, group: int, head: str = "Q6_K", mix: tuple[tuple[str, str, float], ...] = ()
 ) -> Scheme:
@@ -233,6 +259,12 @@ _ROWS = (
         native="int4", torch=("packed_bf16",), stepped=True, beside="int8", disk=PACK_QUANTIZED, own="int4-g64",
     ),
     *map(_fours, GROUPS),
+    *map(_eights, INT8_GROUPS),
+    # GGUF's Q4_K as it is: 256 inputs have two fp16 units, and in each eight groups of 32 a byte of scale and of minimum.
+    Scheme(
+        "int4-k", "int4", 20.0, group=BLOCK,
+        planned=False, native="int4_blocks", torch=("packed_bf16",), beside="int8-g16",
+    ),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
     Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4", "MXFP4")),
     # NVIDIA's: blocks of 16 with one E4M3 scale, 4.5 bits a weight.

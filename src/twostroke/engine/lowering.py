@@ -93,13 +93,13 @@ class _Lowering:
         return pack() if self.packed is None else self.packed.matrix(pack, self._due(name, held, rows), vector)
 
     def _held(self, name: str) -> Scheme:
-        """The plan's scheme. Of a state with codes: the one beside it if ``name`` has codes by channel and the plan is in
-        groups, and plain numbers if it has none."""
+        """The plan's scheme. Of a state with codes: the one beside it if ``name`` has codes without zero points and the plan's
+        have some, and plain numbers if it has no codes."""
         scheme, coded = self.scheme, f"{name}.scale" in self.state
         if self.coded and not coded:
             return SCHEMES[scheme.kept]
-        by_channel = coded and f"{name}.zero" not in self.state
-        return SCHEMES[scheme.beside] if by_channel and scheme.beside is not None else scheme
+        centred = coded and f"{name}.zero" not in self.state
+        return SCHEMES[scheme.beside] if centred and scheme.beside is not None else scheme
 
     def _due(self, name: str, scheme: Scheme, rows: Tensor | slice | None) -> Due:
         """What ``matrix`` will pack. It is known without reading a tensor, so a file of packed matrices can be checked."""
@@ -119,9 +119,10 @@ class _Lowering:
             raise ConfigError(f"{name} is held in {held} on disk, so this model can only be lowered with weights={held!r}.")
         zero = get(f"{name}.zero") if f"{name}.zero" in self.state else None
         codes = Codes(weight, get(f"{name}.scale"), zero)
-        if codes.scale.numel() != scheme.scales(*weight.shape):
+        n_scales = codes.scale.shape[:2].numel()  # in blocks each is two numbers
+        if n_scales != scheme.scales(*weight.shape):
             raise ConfigError(
-                f"{name} has {codes.scale.numel()} scales, but {scheme.name} needs {scheme.scales(*weight.shape)}."
+                f"{name} has {n_scales} scales, but {scheme.name} needs {scheme.scales(*weight.shape)}."
             )
         return codes if rows is None else codes.of_rows(rows)
 

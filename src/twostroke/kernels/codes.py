@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import Scheme
+from twostroke.kernels.group_scales import block_values, eight_bit_groups, eight_bit_values
 from twostroke.kernels.int4 import dequantize_groups, group_of, quantize_groups
 from twostroke.kernels.matrix import quantize_columns
 
@@ -33,7 +35,8 @@ _BY_CHANNEL = {"int8": quantize_columns, "fp8": e4m3_columns}
 
 
 class Codes(NamedTuple):
-    """``weight ≈ codes·scale`` with a scale (N) an output, or ``(codes − zero)·scale`` with both (N, groups)."""
+    """``weight ≈ codes·scale`` with a scale an output (N) or a group (N, groups), or ``(codes − zero)·scale`` with both
+    (N, groups), or in blocks (``group_scales.block_values``)."""
 
     codes: Tensor
     scale: Tensor
@@ -42,7 +45,11 @@ class Codes(NamedTuple):
     def values(self) -> Float[Tensor, "N K"]:
         """The matrix that the codes stand for, fp32."""
         if self.zero is None:
+            if self.scale.dim() == 2:
+                return eight_bit_values(self.codes, self.scale.float())
             return self.codes.float() * self.scale[:, None]
+        if self.scale.dim() == 3:
+            return block_values(self.codes, self.scale.float(), self.zero)
         return dequantize_groups(self.codes, self.scale.float(), self.zero, group_of(self.codes, self.scale))
 
     def of_rows(self, rows: Tensor | slice) -> Codes:
@@ -51,7 +58,12 @@ class Codes(NamedTuple):
 
 
 def quantize(weight: Float[Tensor, "N K"], scheme: Scheme) -> Codes:
-    """Every weight to its nearest code, each block of ``scheme`` with the scale that suits it best."""
+    """Every weight to its nearest code, each block of ``scheme`` with the scale that suits it best. Raises ConfigError for a
+    scheme that only files come in."""
+    if scheme.name == "int4-k":
+        raise ConfigError("scheme='int4-k' is what GGUF files hold, and nothing is rounded to it. Use int4.")
+    if scheme.group is not None and not scheme.has_zeros:
+        return Codes(*eight_bit_groups(weight, scheme.group))
     if scheme.group is not None:
         return Codes(*quantize_groups(weight, scheme.group))
     return Codes(*_BY_CHANNEL[scheme.element](weight))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import CapacityError, ConfigError
-from twostroke.core.schemes import GROUPS, NATIVE_FORMATS
+from twostroke.core.schemes import NATIVE_FORMATS
 from twostroke.kernels.codes import CODE_TYPES
+from twostroke.kernels.group_scales import eight_bit_groups
 from twostroke.kernels.int4 import quantize_groups
 from twostroke.kernels.native_library import library, mirror
 
@@ -63,7 +64,8 @@ class NativeMatrix:
     """``weight`` (N, K) packed once in ``format``; one copy serves one row and thousands.
 
     ``weight`` may be codes already: int8 with their ``scale`` (N), for the two int8 formats, or uint8 0…15 with ``scale`` and
-    ``zero`` (N, groups), for int4. The call is the library's product on fp32 rows, which is what the torch interpreter of a
+    ``zero`` (N, groups), for int4; int8 with ``scale`` (N, groups), for int8_groups; and what ``kernels.group_scales`` says of
+    int4_blocks. The call is the library's product on fp32 rows, which is what the torch interpreter of a
     native plan runs. Raises ConfigError for codes of another format.
     """
 
@@ -77,8 +79,8 @@ class NativeMatrix:
         group: int = 64,
     ) -> None:
         held = NATIVE_FORMATS[format]
-        if held.grouped and group not in GROUPS:
-            raise ConfigError(f"group={group} must be one of {', '.join(map(str, GROUPS))}.")
+        if held.grouped and group not in held.groups:
+            raise ConfigError(f"group={group} must be one of {', '.join(map(str, held.groups))}.")
         given = not weight.is_floating_point()
         if given and (weight.dtype is not CODE_TYPES.get(held.element) or scale is None):
             raise ConfigError(
@@ -87,7 +89,9 @@ class NativeMatrix:
         n, k = weight.shape
         self._allocate(format, group if held.grouped else 0, n, k, bias)
         plain = weight
-        if not given and held.grouped:
+        if not given and format == "int8_groups":
+            plain, scale = _in_row_blocks(partial(eight_bit_groups, group=group), weight)
+        elif not given and held.grouped:
             # A search for the best range takes six times as long.
             plain, scale, zero = _in_row_blocks(partial(quantize_groups, group=group, searched=False), weight)
         elif not given and held.coded:

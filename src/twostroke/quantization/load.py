@@ -38,7 +38,7 @@ def load_any_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
         stem = name.removesuffix(".weight")
         readers[name] = partial(read.part, name, 0)
         readers[f"{stem}.scale"] = partial(read.part, name, 1)
-        if SCHEMES[scheme].group is not None:
+        if SCHEMES[scheme].has_zeros:
             readers[f"{stem}.zero"] = partial(read.part, name, 2)
     return weights.spec, LazyState(readers)
 

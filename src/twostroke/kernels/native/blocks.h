@@ -170,12 +170,23 @@ struct Scratch {
     ~Scratch() { std::free(values); }
 };
 
-// Sums of the codes of each group of an INT4 matrix, (m, groups), fp32: every one is a whole number far below 2^24.
+// Sums of the codes of each group of inputs, (m, groups), fp32: every one is a whole number far below 2^24.
 thread_local Scratch<float> group_sums;
 
-void sum_groups(const Matrix& w, const Rows& rows) {
-    const int64_t n_groups = layout::groups(w.k, w.group), n_sums = sums_per_row(w.k) - 1, per_group = w.group / 32;
+void sum_sixteens(const Rows& rows, int64_t n_groups, int64_t n_codes, float* to) {
+    for (int64_t m = 0; m < rows.m; ++m)
+        for (int64_t g = 0; g < n_groups; ++g) {
+            const int8_t* from = rows.codes + m * n_codes + g * 16;
+            int32_t sum = 0;
+            for (int i = 0; i < 16; ++i) sum += from[i];
+            *to++ = float(sum);
+        }
+}
+
+void sum_groups(int32_t group, const Matrix& w, const Rows& rows) {
+    const int64_t n_groups = layout::groups(w.k, group), n_sums = sums_per_row(w.k) - 1, per_group = group / 32;
     float* to_all = group_sums.at_least(rows.m * n_groups);
+    if (group == 16) return sum_sixteens(rows, n_groups, padded(w.k), to_all);
     for (int64_t m = 0; m < rows.m; ++m) {
         const int32_t* from = rows.sums + m * (n_sums + 1) + 1;
         float* to = to_all + m * n_groups;

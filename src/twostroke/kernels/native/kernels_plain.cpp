@@ -73,6 +73,45 @@ float dot_int4(const Place& p, const int8_t* codes) {
     return sum;
 }
 
+float dot_int8_groups(const Place& p, const int8_t* codes) {
+    const int64_t n_groups = layout::groups(p.w.k, p.w.group);
+    float sum = 0;
+    for (int64_t g = 0; g < n_groups; ++g) {
+        uint16_t scale;
+        std::memcpy(&scale, p.panel + (g * kPanelOutputs + p.lane) * 2, 2);
+        const int64_t end = std::min((g + 1) * p.w.group, p.w.k);
+        int32_t inner = 0;
+        for (int64_t i = g * p.w.group; i < end; ++i) inner += int(codes[i]) * (int(p.word(i / 4)[i % 4]) - 128);
+        sum = std::fma(float_of_fp16(scale), float(inner), sum);
+    }
+    return sum;
+}
+
+float dot_int4_blocks(const Place& p, const int8_t* codes) {
+    const int64_t n_groups = layout::groups(p.w.k, layout::kBlockGroup);
+    float sum = 0;
+    for (int64_t g = 0; g < n_groups; ++g) {
+        const char *counts = layout::group_of_block(p.panel, g) + p.lane,
+                   *units = layout::units_of_block(p.panel, n_groups, g, p.w.group) + 2 * p.lane;
+        float of[2];  // the group's scale and minimum
+        for (int i = 0; i < 2; ++i) {
+            uint16_t unit;
+            std::memcpy(&unit, units + 32 * i, 2);
+            of[i] = float_of_fp16(unit) * float(uint8_t(counts[kPanelOutputs * i]));
+        }
+        const int64_t end = std::min((g + 1) * layout::kBlockGroup, p.w.k);
+        int32_t inner = 0, code_sum = 0;
+        for (int64_t i = g * layout::kBlockGroup; i < end; ++i) {
+            const uint8_t both = p.word(i / 8)[i % 4];
+            inner += int(codes[i]) * int(i % 8 < 4 ? both & 15 : both >> 4);
+            code_sum += codes[i];
+        }
+        sum = std::fma(of[0], float(inner), sum);
+        sum = std::fma(-of[1], float(code_sum), sum);
+    }
+    return sum;
+}
+
 void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     const float* scales = layout::output_scales(w);
     const int64_t k = w.k, k_codes = padded(k);
@@ -88,6 +127,10 @@ void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, fl
                     value = float(dot_w8a8(p, rows.codes + m * k_codes)) * rows.scales[m] * scales[n];
                     break;
                 case Format::INT4: value = dot_int4(p, rows.codes + m * k_codes) * rows.scales[m] * scales[n]; break;
+                case Format::INT8_GROUPS:
+                    value = dot_int8_groups(p, rows.codes + m * k_codes) * rows.scales[m] * scales[n];
+                    break;
+                case Format::INT4_BLOCKS: value = dot_int4_blocks(p, rows.codes + m * k_codes) * rows.scales[m]; break;
             }
             if (w.bias) value += w.bias[n];
             float& target = y[m * ldy + n];

@@ -9,12 +9,14 @@ enum class Format : int32_t {
     BF16 = 1,
     W8A8 = 2,
     INT8 = 3 /* weights only */,
-    INT4 = 4 /* group-wise, activations int8 per token */
+    INT4 = 4 /* group-wise, activations int8 per token */,
+    INT8_GROUPS = 5 /* the same with 8-bit codes */,
+    INT4_BLOCKS = 6 /* groups of 32 in blocks of 256, whose scales and minima are codes themselves */
 };
 
 // A matrix of n outputs and k inputs. `packed` is what pack() wrote (layout.h says how it lies); `bias` (n values) may
-// be null. `group` is the number of inputs that share a scale in INT4 (32, 64 or 128), 0 in the other formats. W8A8 and
-// INT8 are packed alike: one copy serves both.
+// be null. `group` is the number of inputs that share a scale in INT4 (32, 64 or 128) and INT8_GROUPS (16 or 32), that
+// share a block in INT4_BLOCKS (256), and 0 in the other formats. W8A8 and INT8 are packed alike: one copy serves both.
 struct Matrix {
     Format format;
     int32_t group;
@@ -26,10 +28,10 @@ struct Matrix {
 // Input rows in the form a matrix's format reads, m of them:
 //   F32, INT8   f32 (m, k)
 //   BF16        bf16 (m, padded(k)), zeros behind k
-//   W8A8, INT4  codes (m, padded(k)), zeros behind k; scales (m); sums (m, sums_per_row(k)): first the sum of the row's
+//   others      codes (m, padded(k)), zeros behind k; scales (m); sums (m, sums_per_row(k)): first the sum of the row's
 //   codes, then
 //               the sums of 32 codes each
-// Rows made for W8A8 serve INT4 too.
+// Rows made for one of the others serve all of them.
 struct Rows {
     int64_t m;
     const float* f32;
@@ -74,10 +76,15 @@ void prefetch(const Matrix&, int64_t n0, int64_t n1, int64_t bytes);
 
 int64_t packed_bytes(Format, int32_t group, int64_t n, int64_t k);
 
-// Pack outputs [n0, n1) of a plain row-major weight (n, k): float, bf16 bits, int8 codes, or for INT4 one code 0..15 a
-// byte. scales: (n) for W8A8 and INT8, (n, ceil(k / group)) for INT4, else unused; rounded to 11 bits of mantissa for
-// INT4. zeros: INT4 only, (n, ceil(k / group)) codes that stand for 0, or null for 8 everywhere. `packed` has
-// packed_bytes bytes, should be aligned to 64, and is written everywhere once all outputs were packed.
+// Pack outputs [n0, n1) of a plain row-major weight (n, k): float, bf16 bits, int8 codes, or for INT4 and INT4_BLOCKS
+// one code 0..15 a byte. `packed` has packed_bytes bytes, should be aligned to 64, and is written everywhere once all
+// outputs were packed. scales and zeros, unused where they are not named:
+//   W8A8, INT8   scales (n)
+//   INT4         scales (n, ceil(k / group)), rounded to 11 bits of mantissa; zeros, of the same shape, codes that
+//                stand for 0, or null for 8 everywhere
+//   INT8_GROUPS  scales as INT4's, of either sign
+//   INT4_BLOCKS  scales (n, ceil(k / 256), 2): the units of scales and of minima, rounded to fp16; zeros
+//                (n, ceil(k / 32), 2): how many of either
 void pack(Format, int32_t group, int64_t n, int64_t k, const void* weight, const float* scales, const uint8_t* zeros,
           void* packed, int64_t n0, int64_t n1);
 

@@ -47,4 +47,18 @@ static inline uint16_t fp16_of_unit(float value) {
                     uint32_t(units));  // units carries the exponent's low bit: (ulp + 25) << 10 less 1 << 10
 }
 
+// For −1 <= value <= 1.
+static inline uint16_t fp16_of_fraction(float value) {
+    return uint16_t(fp16_of_unit(std::fabs(value)) | (value < 0 ? 0x8000 : 0));
+}
+
+// For a finite value that fp16 holds: to nearest even.
+static inline uint16_t fp16_of_float(float value) {
+    int exponent;
+    std::frexp(value, &exponent);
+    if (exponent <= 0) return fp16_of_fraction(value);
+    const uint16_t unit = fp16_of_fraction(std::ldexp(value, -exponent));  // in [0.5, 1]
+    return uint16_t(unit + (uint32_t(exponent) << 10));
+}
+
 }  // namespace ts

@@ -145,11 +145,48 @@ struct Bf16 {
     }
 };
 
+// What 4-bit codes stand for: a group's scale and zero point.
+struct ZeroPoints {
+    static constexpr Format kFormat = Format::INT4;
+    static int32_t group(const Matrix& w) { return w.group; }
+    const F32x16 scale, zero;
+    TS_INLINE ZeroPoints of(const Matrix&, const char* panel, int64_t n_groups, int64_t g) {
+        return {load_fp16(panel + g * 32), load_uint8(panel + n_groups * 32 + g * 16)};
+    }
+    TS_INLINE F32x16 with(const ZeroPoints& w, F32x16 total, I32x16 sum, F32x16 code_sum) {
+        return fma(w.scale, fnma(w.zero, code_sum, to_floats(sum)), total);
+    }
+    TS_INLINE F32x16 whole(const ProductArgs& to, int64_t panel, F32x16 total, F32x16 row_scale) {
+        return multiply(multiply(total, row_scale), scales_of(to, panel));
+    }
+};
+
+// A group's scale and minimum, made of codes and of its block's units.
+struct Minima {
+    static constexpr Format kFormat = Format::INT4_BLOCKS;
+    static int32_t group(const Matrix&) { return int32_t(layout::kBlockGroup); }
+    const F32x16 scale, minimum;
+    TS_INLINE Minima of(const Matrix& w, const char* panel, int64_t n_groups, int64_t g) {
+        const char *counts = layout::group_of_block(panel, g),
+                   *units = layout::units_of_block(panel, n_groups, g, w.group);
+        return {multiply(load_fp16(units), load_uint8(counts)),
+                multiply(load_fp16(units + 32), load_uint8(counts + 16))};
+    }
+    TS_INLINE F32x16 with(const Minima& w, F32x16 total, I32x16 sum, F32x16 code_sum) {
+        return fnma(w.minimum, code_sum, fma(w.scale, to_floats(sum), total));
+    }
+    TS_INLINE F32x16 whole(const ProductArgs&, int64_t, F32x16 total, F32x16 row_scale) {
+        return multiply(total, row_scale);
+    }
+};
+
+template <class Meaning>
 struct Int4 {
     template <int R, int T>
     static void block(const ProductArgs& to, int64_t row, int64_t panel) {
-        const int64_t k = padded(to.w.k), n_k_rows = k / 8, n_groups = layout::groups(to.w.k, to.w.group);
-        const int64_t group_k_rows = to.w.group / 8, head = layout::head_bytes(Format::INT4, to.w.group, to.w.k);
+        const int32_t group = Meaning::group(to.w);
+        const int64_t k = padded(to.w.k), n_k_rows = k / 8, n_groups = layout::groups(to.w.k, group);
+        const int64_t group_k_rows = group / 8, head = layout::head_bytes(Meaning::kFormat, to.w.group, to.w.k);
         const int64_t panel_bytes = head + n_k_rows * kKRowBytes;
         const char* weights = layout::panel(to.w, panel);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
@@ -191,11 +228,55 @@ struct Int4 {
                     TS_EACH(t, T) sum[r][t] = with_nibbles(sum[r][t], narrow[r][t]);
             }
             TS_EACH(t, T) {
-                const char* from = weights + t * panel_bytes;
-                const F32x16 scale = load_fp16(from + g * 32), zero = load_uint8(from + n_groups * 32 + g * 16);
+                const Meaning meaning = Meaning::of(to.w, weights + t * panel_bytes, n_groups, g);
+                TS_EACH(r, R)
+                    total[r][t] = Meaning::with(meaning, total[r][t], sum[r][t], broadcast(code_sums[r * n_groups + g]));
+            }
+        }
+        TS_EACH(r, R) {
+            const F32x16 row_scale = broadcast(to.rows.scales[row + r]);
+            TS_EACH(t, T) write(to, row + r, panel + t, Meaning::whole(to, panel + t, total[r][t], row_scale));
+        }
+    }
+};
+
+struct Int8Groups {
+    template <int R, int T>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = padded(to.w.k), n_k_rows = k / 4, n_groups = layout::groups(to.w.k, to.w.group);
+        const int64_t group_k_rows = to.w.group / 4, head = layout::head_bytes(Format::INT8_GROUPS, to.w.group, to.w.k);
+        const int64_t panel_bytes = head + n_k_rows * kKRowBytes;
+        const char* weights = layout::panel(to.w, panel);
+        const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
+        const PrefetchDistance<T> ahead(to, n_k_rows * kKRowBytes, panel_bytes);
+        const float* code_sums = group_sums.values + row * n_groups;
+        F32x16 total[R][T];
+        TS_EACH(r, R)
+            TS_EACH(t, T) total[r][t] = zero_floats();
+        for (int64_t g = 0; g < n_groups; ++g) {
+            I32x16 sum[R][T];
+            TS_EACH(r, R)
+                TS_EACH(t, T) sum[r][t] = zero_words();
+            const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
+            const bool past_end = end * kKRowBytes + ahead.distance > n_k_rows * kKRowBytes;
+            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
+            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
+            for (int64_t s = g * group_k_rows; s < end; ++s) {
+                I32x16 w[T];
+                TS_EACH(t, T)
+                    w[t] = fetch_words(weights + t * panel_bytes + head + s * kKRowBytes, t == 0 ? first : others);
                 TS_EACH(r, R) {
+                    const I32x16 a = broadcast_word(codes[r] + s * 4);
+                    TS_EACH(t, T) add_code_products(sum[r][t], w[t], a);
+                }
+            }
+            TS_EACH(t, T) {
+                const F32x16 scale = load_fp16(weights + t * panel_bytes + g * 32);
+                TS_EACH(r, R) {
+                    // Weights may be read as unsigned, 128 too large; whole numbers far below 2^24.
                     const F32x16 code_sum = broadcast(code_sums[r * n_groups + g]);
-                    total[r][t] = fma(scale, fnma(zero, code_sum, to_floats(sum[r][t])), total[r][t]);
+                    const F32x16 exact = fnma(broadcast(float(kCodeExcess)), code_sum, to_floats(sum[r][t]));
+                    total[r][t] = fma(scale, exact, total[r][t]);
                 }
             }
         }
@@ -218,7 +299,15 @@ void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, fl
         case Format::BF16: return product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
         case Format::W8A8: return product_by<W8A8>(w, rows, n0, n1, y, ldy, add);
         case Format::INT8: return product_by<Int8>(w, rows, n0, n1, y, ldy, add);
-        case Format::INT4: sum_groups(w, rows); return product_by<Int4, Int4Blocking>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT4:
+            sum_groups(w.group, w, rows);
+            return product_by<Int4<ZeroPoints>, Int4Blocking>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT8_GROUPS:
+            sum_groups(w.group, w, rows);
+            return product_by<Int8Groups, Int4Blocking>(w, rows, n0, n1, y, ldy, add);
+        case Format::INT4_BLOCKS:
+            sum_groups(int32_t(layout::kBlockGroup), w, rows);
+            return product_by<Int4<Minima>, Int4Blocking>(w, rows, n0, n1, y, ldy, add);
     }
 }
 

@@ -8,7 +8,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import Matrix, block_kinds, has_norm_bias, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
 from twostroke.core.rates import NativePass
-from twostroke.core.schemes import NATIVE_FORMATS, NATIVE_PRODUCTS, Scheme, scheme_of
+from twostroke.core.schemes import BLOCK_GROUP, NATIVE_FORMATS, NATIVE_PRODUCTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, rate_at
 from twostroke.planner.work.params import count_parameters
@@ -25,16 +25,17 @@ INPUTS = 32
 
 def packed_bytes(name: str, n: int, k: int) -> float:
     """Bytes of an (n, k) matrix packed for the product ``name``: outputs in tiles of 16, inputs (not fp32's) filled up to 32s,
-    an fp32 number an output in int8 and int4, and in int4 an fp16 scale and a byte of zero point a group and output.
+    and what the format has beside an output and a group of its inputs.
 
     It is what the library's ``ts_packed_bytes`` says (tests/calibration/test_native_rates.py)."""
     format, group = NATIVE_PRODUCTS[name]
     packed = NATIVE_FORMATS[format]
     outputs = -(-n // TILE) * TILE
     inputs = k if format == "fp32" else -(-k // INPUTS) * INPUTS
-    total = outputs * inputs * bytes_of(packed.element) + (4.0 * outputs if packed.coded else 0.0)
+    total = outputs * inputs * bytes_of(packed.element) + float(packed.output_bytes) * outputs
     if group:
-        total += outputs / TILE * (-(-(-(-k // group) * 3 * TILE) // 64) * 64)
+        of_tile = (-(-k // group) * packed.group_bytes + -(-k // BLOCK_GROUP) * packed.inner_bytes) * TILE
+        total += outputs / TILE * (-(-of_tile // 64) * 64)
     return total
 
 
