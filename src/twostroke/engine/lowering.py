@@ -121,9 +121,7 @@ class _Lowering:
         codes = Codes(weight, get(f"{name}.scale"), zero)
         n_scales = codes.scale.shape[:2].numel()  # in blocks each is two numbers
         if n_scales != scheme.scales(*weight.shape):
-            raise ConfigError(
-                f"{name} has {n_scales} scales, but {scheme.name} needs {scheme.scales(*weight.shape)}."
-            )
+            raise ConfigError(f"{name} has {n_scales} scales, but {scheme.name} needs {scheme.scales(*weight.shape)}.")
         return codes if rows is None else codes.of_rows(rows)
 
     def _torch_matrix(self, weight: Tensor | Codes, scheme: Scheme, bias: Tensor | None) -> Matrix:

@@ -19,7 +19,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
 from twostroke.interop.export_targets import ExportSource
-from twostroke.model.save import generation_config, stored_tensors, write_json, write_shards, write_tokenizer
+from twostroke.model.save import generation_config, stored_tensors, write_json, write_tensors, write_tokenizer
 
 GROUP = 64
 BITS = {"int8": 8, "int4": 4}
@@ -38,7 +38,7 @@ _WINDOWED = frozenset(("cohere2", "gemma3_text", "olmo3"))
 
 
 def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
-    """Fill ``out`` with a model directory that mlx-lm opens. With codes everything else is bf16. Memory: one shard.
+    """Fill ``out`` with a model directory that mlx-lm opens. With codes everything else is bf16. Memory: one tensor.
 
     Raises ConfigError for a model that mlx-lm does not compute as we do, or whose matrices it cannot take as codes.
     """
@@ -52,7 +52,7 @@ def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...
         config["quantization"] = {"group_size": GROUP, "bits": bits}
     write_json(out / "config.json", config)
     write_json(out / "generation_config.json", generation_config(spec))
-    write_shards(_tensors(source, dtype, bits), out, made_by="mlx")
+    write_tensors(_due(spec, dtype, bits), _tensors(source, dtype, bits), out, made_by="mlx")
     if source.tokenizer is not None:
         write_tokenizer(source.tokenizer, spec, out)
     if spec.sliding_window is None or spec.family in _WINDOWED:
@@ -70,17 +70,41 @@ def _require_read(spec: ModelSpec) -> None:
 
 
 def _tensors(source: ExportSource, dtype: str, bits: int | None) -> Iterator[tuple[str, Tensor]]:
-    """What the files hold. mlx-lm puts a prefix of its own before GPT-2's bare names."""
+    """What the files hold."""
     in_codes = set(_matrices(source.spec)) if bits is not None else set()
-    prefix = "transformer." if source.spec.family == "gpt2" else ""
     for name, tensor in stored_tensors(source.spec, source.state, dtype):
         if bits is None or name not in in_codes:
-            # Rows of a packed matrix share its storage, which safetensors refuses to write.
-            yield name.removeprefix(prefix), tensor.clone(memory_format=torch.contiguous_format)
+            yield _bare(source.spec, name), tensor
             continue
-        stem = name.removesuffix(".weight")
-        for part, values in zip(("weight", "scales", "biases"), in_groups(tensor.contiguous(), bits), strict=True):
-            yield f"{stem}.{part}", values
+        yield from zip(_parts(name), in_groups(tensor.contiguous(), bits), strict=True)
+
+
+def _due(spec: ModelSpec, dtype: str, bits: int | None) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of each of ``_tensors``."""
+    in_codes = set(_matrices(spec)) if bits is not None else set()
+    held: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    due: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for entry in layout(spec):
+        for part in entry.parts:
+            shape = entry.stored_shape(part)
+            if bits is None or part.name not in in_codes:
+                due[_bare(spec, part.name)] = held, shape
+                continue
+            *rows, k = shape
+            codes, groups = (torch.uint32, (*rows, k * bits // _WORD)), (held, (*rows, k // GROUP))
+            due |= zip(_parts(part.name), (codes, groups, groups), strict=True)
+    return due
+
+
+def _bare(spec: ModelSpec, name: str) -> str:
+    """mlx-lm puts a prefix of its own before GPT-2's bare names."""
+    return name.removeprefix("transformer." if spec.family == "gpt2" else "")
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """What a matrix in codes is stored as."""
+    stem = name.removesuffix(".weight")
+    return f"{stem}.weight", f"{stem}.scales", f"{stem}.biases"
 
 
 def _matrices(spec: ModelSpec) -> Iterator[str]:

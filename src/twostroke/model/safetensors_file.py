@@ -36,6 +36,7 @@ _ELEMENT_BYTES = {
 _TAGS = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
     torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+    torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 
 

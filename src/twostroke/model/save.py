@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -192,30 +191,57 @@ def stored_tensors(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str) -> 
 
 
 def _write_state(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, directory: Path, max_shard_bytes: int) -> None:
-    """Write ``state`` to shards of at most ``max_shard_bytes``, each tensor as it is made: where a tensor is decoded, the disk
-    takes those before it meanwhile."""
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    shapes = {part.name: entry.stored_shape(part) for entry in layout(spec) for part in entry.parts}
-    n_bytes = {name: math.prod(shape) * wanted.itemsize for name, shape in shapes.items()}
+    due = {part.name: (wanted, entry.stored_shape(part)) for entry in layout(spec) for part in entry.parts}
+    write_tensors(due, stored_tensors(spec, state, dtype), directory, max_shard_bytes)
+
+
+Due = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of each tensor of a file, by stored name."""
+
+
+def write_tensors(
+    due: Due,
+    tensors: Iterable[tuple[str, Tensor | memoryview]],
+    directory: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    made_by: str = "pt",
+) -> int:
+    """Write ``tensors``, which come in the order of ``due``, to one safetensors file, or to several and their index; returns
+    their bytes. A tensor larger than ``max_shard_bytes`` is a shard of its own.
+
+    Memory: one tensor. Where tensors are decoded, the disk takes those before meanwhile. Raises OSError, and ValueError for a
+    tensor that is not as ``due`` says.
+    """
+    n_bytes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in due.items()}
     shards: list[list[str]] = [[]]
     held = 0
-    for name in shapes:
+    for name in due:
         if shards[-1] and held + n_bytes[name] > max_shard_bytes:
             shards.append([])
             held = 0
         shards[-1].append(name)
         held += n_bytes[name]
-    tensors = stored_tensors(spec, state, dtype)
+    pieces = _pieces(due, n_bytes, iter(tensors))
     files = []
     for number, names in enumerate(shards, start=1):
         files.append(directory / f"model-{number:05d}.safetensors")
-        header = header_of({name: (wanted, shapes[name]) for name in names}, made_by="pt")
-        _write_flushing(files[-1], itertools.chain([memoryview(header)], map(_bytes, itertools.islice(tensors, len(names)))))
-    _name_shards(files, shards, sum(n_bytes.values()))
+        header = header_of({name: due[name] for name in names}, made_by)
+        _write_flushing(files[-1], itertools.chain([memoryview(header)], itertools.islice(pieces, len(names))))
+    total = sum(n_bytes.values())
+    _name_shards(files, shards, total)
+    return total
 
 
-def _bytes(named: tuple[str, Tensor]) -> memoryview:
-    return tensor_bytes(named[1])
+def _pieces(due: Due, n_bytes: Mapping[str, int], tensors: Iterator[tuple[str, Tensor | memoryview]]) -> Iterator[memoryview]:
+    """The bytes of each tensor, as its header will describe them."""
+    for wanted in due:
+        name, tensor = next(tensors, ("nothing", memoryview(b"")))
+        is_due = not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) == due[wanted]
+        piece = tensor_bytes(tensor) if isinstance(tensor, Tensor) else tensor
+        if name != wanted or not is_due or piece.nbytes != n_bytes[wanted]:
+            raise ValueError(f"{wanted!r} of {due[wanted]} is due, and {name!r} of {piece.nbytes} bytes came.")
+        yield piece
 
 
 _FLUSH_BYTES = 2**26
@@ -237,36 +263,6 @@ def _write_flushing(file: Path, pieces: Iterable[memoryview]) -> None:
                 flushing, waiting = pool.submit(os.fsync, stream.fileno()), 0
         if flushing is not None:
             flushing.result()
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """``tensors`` in shards of at most ``max_shard_bytes``. A larger tensor is a shard of its own."""
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
-    for name, tensor in tensors:
-        if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, shard_bytes = {}, 0
-        shard[name] = tensor
-        shard_bytes += tensor.nbytes
-    yield shard
-
-
-def write_shards(
-    tensors: Iterable[tuple[str, Tensor]],
-    directory: Path,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    made_by: str = "pt",
-) -> None:
-    """Write contiguous ``tensors`` by stored name to one safetensors file, or to several and their index. Memory: one shard."""
-    total_bytes = 0
-    files, names = [], []
-    for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
-        files.append(directory / f"model-{number:05d}.safetensors")
-        save_file(shard, files[-1], metadata={"format": made_by})  # transformers refuses a file without this
-        names.append(list(shard))
-        total_bytes += sum(t.nbytes for t in shard.values())
-    _name_shards(files, names, total_bytes)
 
 
 def _name_shards(files: Sequence[Path], names: Sequence[Sequence[str]], total_bytes: int) -> None:

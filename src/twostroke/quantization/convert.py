@@ -10,25 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from twostroke.core.errors import InputError
 from twostroke.core.families import layout, read_config
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
-from twostroke.kernels.codes import quantize
+from twostroke.kernels.codes import CODE_TYPES, quantize
 from twostroke.kernels.words import pack_words
 from twostroke.model.families import read_entry, stored_rows, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, ZERO
 from twostroke.model.published.registry import module_name
-from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, WeightFiles
-from twostroke.model.save import COMPANION_FILES, require_finite, require_writable, written_aside
+from twostroke.model.safetensors_file import WeightFiles
+from twostroke.model.save import (
+    COMPANION_FILES,
+    MAX_SHARD_BYTES,
+    require_finite,
+    require_writable,
+    write_tensors,
+    written_aside,
+)
 from twostroke.quantization.directory import Quantisation, bits_per_weight
 from twostroke.quantization.fitting import Fitted
-
-MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def quantize_model(
 ) -> QuantizeReport:
     """Write a copy of the model in ``directory`` with its blocks' matrices in ``scheme`` to ``out_directory``.
 
-    Appears whole or not at all. Memory: one shard of at most 5 GB and one matrix in fp32. ``fitted``: for int4, what
+    Appears whole or not at all. Memory: one matrix in fp32. ``fitted``: for int4, what
     ``fitting.fit_codes`` found with the same group; else every weight goes to its nearest code.
     Of a model that is quantised already, the numbers that its codes stand for are rounded once more.
     Raises what ``open_weights`` does, and ConfigError (an unknown scheme), InputError (``out_directory`` holds something and
@@ -79,7 +83,8 @@ def quantize_model(
         raise InputError(f"{target} is the model itself. Name another directory.")
     converter = _Converter(source, chosen, fitted, bool(config.get("quantization_config")))
     with written_aside(target) as aside:
-        written = _write_shards(converter.tensors(progress or (lambda done, note: None)), aside)
+        tensors = converter.tensors(progress or (lambda done, note: None))
+        written = write_tensors(converter.due(), tensors, aside, MAX_SHARD_BYTES)
         document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.stored.config()}
         document.pop("dtype", None)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -87,6 +92,10 @@ def quantize_model(
             if (source / name).is_file():
                 shutil.copyfile(source / name, aside / name)
     return converter.report(written)
+
+
+CODES_PER_WORD = 8
+"""4-bit ones."""
 
 
 class _Converter:
@@ -112,8 +121,29 @@ class _Converter:
                 yield from self._quantised(entry, tensor, held)
             else:
                 for name, part in write_entry(entry, require_finite(entry.parts[0].name, tensor)):
-                    # Rows of a packed matrix share its memory, which safetensors refuses to write.
-                    yield name, part.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
+                    yield name, part.to(torch.bfloat16)
+
+    def due(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each of ``tensors``."""
+        due: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for entry in layout(self.spec):
+            held = self.stored.of(entry)
+            for part in entry.parts:
+                if held is None:
+                    due[part.name] = torch.bfloat16, entry.stored_shape(part)
+                    continue
+                module, k, rows = module_name(part.name), entry.shape[1], part.rows // entry.copies
+                copies = () if entry.copies == 1 else (entry.copies,)
+                if held.group is None:
+                    due[f"{module}.weight"] = CODE_TYPES[held.element], entry.stored_shape(part)
+                    due[f"{module}{SCALE}"] = torch.float32, (*copies, rows, 1)
+                    continue
+                groups = -(-k // held.group)
+                due[f"{module}{PACKED}"] = torch.int32, (*copies, rows, -(-k // CODES_PER_WORD))
+                due[f"{module}{SCALE}"] = torch.float32, (*copies, rows, groups)
+                due[f"{module}{ZERO}"] = torch.int32, (*copies, -(-rows // CODES_PER_WORD), groups)
+                due[f"{module}{SHAPE}"] = torch.int64, (2,)
+        return due
 
     def _quantised(self, entry: Entry, weight: Tensor, scheme: Scheme) -> Iterator[tuple[str, Tensor]]:
         weight = require_finite(entry.parts[0].name, weight.float())
@@ -126,12 +156,12 @@ class _Converter:
             part, codes, scale, zero = parts
             module = module_name(part.name)
             if zero is None:
-                yield f"{module}.weight", (codes.mT if entry.transposed else codes).clone(memory_format=torch.contiguous_format)
-                yield f"{module}{SCALE}", scale[..., None].clone()
+                yield f"{module}.weight", codes.mT if entry.transposed else codes
+                yield f"{module}{SCALE}", scale[..., None]
                 continue
             yield f"{module}{PACKED}", _packed(codes)
-            yield f"{module}{SCALE}", scale.clone(memory_format=torch.contiguous_format)
-            yield f"{module}{ZERO}", _packed(zero.mT).mT.contiguous()
+            yield f"{module}{SCALE}", scale
+            yield f"{module}{ZERO}", _packed(zero.mT).mT
             yield f"{module}{SHAPE}", torch.tensor(codes.shape[-2:])
 
     def _count(self, entry: Entry, weight: Tensor, rounded: Tensor) -> None:
@@ -162,35 +192,3 @@ def _stored(entry: Entry, tensor: Tensor | None) -> Iterable[Any]:
 def _packed(codes: Tensor) -> Tensor:
     """``pack_words`` along the last dimension, of one matrix or of several."""
     return pack_words(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])
-
-
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], directory: Path) -> int:
-    """Write ``tensors`` to as many files as they need, with an index if that is more than one; returns their bytes."""
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    shard_bytes = total = 0
-
-    def flush() -> None:
-        save_file(shard, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-            shard_bytes = 0
-        shard[name] = tensor
-        shard_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "shard-0").rename(directory / SINGLE_NAME)
-        return total
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{number}").rename(directory / final)
-        weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return total
