@@ -5,8 +5,8 @@ from __future__ import annotations
 from twostroke.interop.gguf_encode import ENCODERS
 from twostroke.interop.gguf_families import GGUF_FAMILIES, REFUSED_ARCHITECTURES, GgufFamily
 from twostroke.interop.gguf_mixes import INSTEAD, PRECISIONS, WEIGHED
-from twostroke.interop.gguf_types import OTHER_NAMES, TYPES, TensorType
 from twostroke.interop.tokenizer_tables import WORDS
+from twostroke.model.published.gguf_types import OTHER_NAMES, TYPES, TensorType
 
 _HEAD = """# GGUF files
 

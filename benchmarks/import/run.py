@@ -27,9 +27,9 @@ from twostroke.interop.gguf_families import family_row
 from twostroke.interop.gguf_fields import metadata_of
 from twostroke.interop.gguf_mixes import PRECISIONS, Place
 from twostroke.interop.gguf_model import read_gguf
-from twostroke.interop.gguf_types import TYPES
 from twostroke.interop.gguf_write import Stored, write_header, write_tensor
 from twostroke.interop.import_model import import_model
+from twostroke.model.published.gguf_types import TYPES
 
 HERE = Path(__file__).parent
 WIDTH, MLP, HEADS, KEY_HEADS, VOCABULARY = 2048, 5632, 32, 4, 32_000

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from gguf_files import SCALES_AT, TYPES, finish, quantised
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.interop.gguf import GgufFile
-from twostroke.interop.gguf_types import TYPES as READ
-from twostroke.interop.gguf_types import dequantise
+from twostroke.model.published.gguf_types import TYPES as READ
+from twostroke.model.published.gguf_types import dequantise
 
 
 @pytest.fixture(scope="module")

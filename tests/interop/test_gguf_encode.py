@@ -9,7 +9,7 @@ import torch
 
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.interop.gguf_encode import ENCODERS, encode, written_types
-from twostroke.interop.gguf_types import TYPES, dequantise
+from twostroke.model.published.gguf_types import TYPES, dequantise
 
 PLAIN = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 K_TYPES = {"Q4_K": 0.0725, "Q5_K": 0.0362, "Q6_K": 0.0181}

@@ -16,13 +16,22 @@ import torch
 
 from damage import damaged_bytes
 from gguf_files import add_tensors, finish, new_writer, reference_model, small_file
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.engine.core import EngineCore
+from twostroke.engine.scoring import token_scores
 from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_families import GGUF_FAMILIES, row_of, spec_of
 from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_model import read_gguf
 from twostroke.interop.import_model import import_model
+from twostroke.kernels.native_library import library
 from twostroke.model.load import load_model
+from twostroke.model.published.gguf_blocks import BLOCKS
+from twostroke.planner.serving.native_products import native_weights_bytes
+from twostroke.planner.serving.shape import ServingShape
+from twostroke.quantization.held import held
+from twostroke.quantization.load import expanded, load_any_state
 
 Extra = Callable[[gguf.GGUFWriter, Any], None]
 
@@ -255,6 +264,36 @@ def test_logits_are_those_of_the_dequantised_weights(case: str, tmp_path: Path) 
     ours, theirs = load_model(tmp_path / "m")(tokens), model(tokens).logits
     assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-4  # as in the tests of the decoder
     assert float(theirs.std()) > 0.01 * float(theirs.abs().max())
+    kept_as_they_are(tmp_path, CASES[case][2])
+
+
+def kept_as_they_are(folder: Path, type_name: str) -> None:
+    """Codes that are not decoded stand for the same numbers, in the engine as well."""
+    report = import_model(folder / "m.gguf", folder / "kept")
+    exact = load_model(folder / "m")
+    block = BLOCKS.get(type_name)
+    if block is None or block.scheme is None:
+        assert report.dtype == ({"F16": "fp16"}.get(type_name, "bf16"))
+        return
+    assert report.dtype == type_name
+    assert report.n_bytes < 0.75 * sum(file.stat().st_size for file in (folder / "m").iterdir())
+    spec, state = load_any_state(folder / "kept")
+    coded = [name for name in state if f"{name.removesuffix('.weight')}.scale" in state]
+    absorbed = [name for name in exact.tensors if name.endswith("kv_b.weight")]  # stored with inputs before outputs: decoded
+    assert len(coded) + (0 if spec.moe is None else len(absorbed)) >= 4 * spec.n_layers
+    for name in coded:
+        assert torch.equal(expanded(state, name), exact.tensors[name].float()), name
+    assert held(folder / "kept", spec).scheme == block.scheme
+    if library() is not None:
+        core = EngineCore(folder / "kept", EngineSettings(n_threads=1, runner="native", kv_cache_bytes=2**20))
+        shape = ServingShape(**held(folder / "kept", spec)._asdict(), prompt_tokens=32, output_tokens=8)
+        assert native_weights_bytes(spec, shape.scheme, shape.head, shape.others) == core.weights_bytes
+        ids = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(1))
+        wanted = -exact(ids)[0].log_softmax(dim=-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        ((nats, _),) = token_scores(core, [(ids[0].tolist(), 1)])
+        # Activations in 8 bits, embedding and head in bf16; routers may choose other experts, which moves some tokens far.
+        error = float((torch.tensor(nats) - wanted).abs().median() / wanted.std())
+        assert error < (0.15 if spec.moe else 0.08)
 
 
 def test_every_architecture_has_a_case() -> None:

@@ -96,21 +96,29 @@ def test_llama3_rope_is_recognised_in_its_table_and_other_tables_are_refused(tmp
 
 
 @pytest.mark.parametrize(
-    ("type_name", "dtype"), [("F32", "fp32"), ("F16", "fp16"), ("BF16", "bf16"), ("Q8_0", "bf16"), ("Q4_0", "bf16")]
+    ("type_name", "dtype"), [("F32", "fp32"), ("F16", "fp16"), ("BF16", "bf16"), ("Q8_0", "Q8_0"), ("Q4_1", "bf16")]
 )
-def test_weights_keep_their_values_and_quantised_ones_are_stored_in_bf16(type_name: str, dtype: str, tmp_path: Path) -> None:
+def test_weights_keep_their_values_and_quantised_ones_that_no_scheme_holds_are_stored_in_bf16(
+    type_name: str, dtype: str, tmp_path: Path
+) -> None:
     model = reference_model("llama")
     source = write(tmp_path / "m.gguf", model, "llama", type_name)
     report = import_model(source, tmp_path / "imported")
     assert report.dtype == dtype
     exact = model.lm_head.weight.detach()
-    assert torch.equal(load_model(tmp_path / "imported").head.weight, exact.bfloat16().float() if dtype == "bf16" else exact)
+    assert torch.equal(
+        load_model(tmp_path / "imported").head.weight, exact.bfloat16().float() if type_name[0] in "BQ" else exact
+    )
     for given in ("bf16", "fp32"):
         assert import_model(source, tmp_path / given, dtype=given).dtype == given
     assert torch.equal(load_model(tmp_path / "fp32").head.weight, exact)
     if type_name == "Q8_0":
         # 98,304 numbers of the matrices of two layers, the embedding and the head, in blocks of 34 bytes for 32
         assert report.notes[0].startswith("16 of 21 tensors were quantised (16 Q8_0): 102 KiB in the file, 192 KiB in bf16.")
+        assert "The blocks' matrices, 89.2 KiB, are kept as they are, which other programs do not read" in report.notes[0]
+        assert "embedding and head, where they were quantised, were rounded to bf16" in report.notes[1]
+    elif type_name == "Q4_1":
+        assert "They were converted to the numbers that they stand for." in report.notes[0]
         assert "rounded from fp32 to bf16. --dtype fp32 keeps them exactly" in report.notes[1]
 
 

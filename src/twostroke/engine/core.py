@@ -370,7 +370,7 @@ def _load(directory: Path, dtype: str) -> _Loaded:
     elif dtype == "auto":
         # bf16 only where the CPU has fast products of it (AVX-512 or newer).
         weights = "bf16" if has_packed_linear(torch.bfloat16) else "fp32"
-    needed, free = weights_bytes(spec, scheme_of(weights).native), available_bytes()
+    needed, free = weights_bytes(spec, scheme_of(weights).multiplied("native")), available_bytes()
     if needed > free:
         raise CapacityError(
             f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.interop.gguf_types import TYPES, TensorType, dequantise, type_of
+from twostroke.model.published.gguf_types import TYPES, TensorType, dequantise, type_of
 
 MAGIC = b"GGUF"
 MAX_DIMENSIONS = 4
@@ -193,11 +193,15 @@ class GgufFile:
             tensors[name] = GgufTensor(name, kind, shape, data_start + offset, n_bytes)
         return tensors
 
+    def raw(self, name: str) -> np.ndarray:
+        """The bytes of the tensor ``name``, mapped from the file."""
+        info = self.tensors[name]
+        return np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
+
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor ``name``. F32, F16 and BF16 are read as they are; quantised types as the numbers that they stand for,
         exact in fp32 or rounded to bf16 (``dtype``)."""
-        info = self.tensors[name]
-        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
+        info, raw = self.tensors[name], self.raw(name)
         if info.kind.dtype is not None:
             return torch.from_numpy(raw.copy()).view(info.kind.dtype).view(info.shape)
         return dequantise(info.kind, raw, dtype).view(info.shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, InputError
-from twostroke.interop.gguf_types import TYPES, TensorType, in_pieces
+from twostroke.model.published.gguf_types import TYPES, TensorType, in_pieces
 
 _PIECE_VALUES = 2**16
 """Numbers that are encoded at once: a quarter of a megabyte, so that the four tensors of a search stay in a core's caches."""

@@ -18,11 +18,11 @@ from twostroke.interop.gguf_families import GgufFamily, family_row
 from twostroke.interop.gguf_fields import metadata_of, require_same, rope_tensors, token_ids
 from twostroke.interop.gguf_mixes import INSTEAD, PLAIN, PRECISIONS, Place, Precision
 from twostroke.interop.gguf_model import one_row
-from twostroke.interop.gguf_types import TYPES, TensorType
 from twostroke.interop.gguf_vocabulary import no_vocabulary, vocabulary
 from twostroke.interop.gguf_write import Stored, Value, write_header, write_tensor
 from twostroke.interop.source import pairs_from_halves
 from twostroke.model.families import write_entry
+from twostroke.model.published.gguf_types import TYPES, TensorType
 
 
 @torch.no_grad()  # inference_mode would forbid other threads to fill tensors that were made here

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,21 +13,26 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.core.families import layout
 from twostroke.core.families.experts import prediction_layers_left_out
 from twostroke.core.families.weights import Entry, tensors
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.interop.gguf import GgufFile
+from twostroke.interop.gguf_codes import coded_rows, read_rows
 from twostroke.interop.gguf_families import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily, names_in, row_of, spec_of
 from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_tokenizer import read_tokenizer
 from twostroke.interop.source import SourceModel, halves_from_pairs
 from twostroke.model.families import read_entry
 from twostroke.model.lazy_state import LazyState
+from twostroke.model.published.gguf import KeptRows, storage_of
+from twostroke.model.published.registry import holding
 
 
 def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
-    """The model and tokenizer in ``path``. Quantised matrices are read in fp32, or in bf16 where ``dtype`` is "bf16" or "auto".
+    """The model and tokenizer in ``path``. Quantised matrices are read in fp32, or in bf16 where ``dtype`` is "bf16" or "auto";
+    with "auto" those that our engine computes with as they are can be had so.
 
     Raises CorruptFileError for a file that breaks the format or lacks something, UnsupportedFamilyError and ConfigError for
     what is not supported. All are raised before any weight is read.
@@ -42,30 +48,47 @@ def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
     quantised = {info.name: info for info in file.tensors.values() if info.kind.dtype is None}
     read_in = torch.bfloat16 if quantised and dtype in ("auto", "bf16") else torch.float32
     n_left_out = metadata.integer(f"{row.architecture}.nextn_predict_layers", 0)
-    state = LazyState(_readers(file, row, spec, read_in, n_left_out))
+    entries = {entry.canonical: entry for entry in tensors(spec, names_in(row, file))}
+    state = LazyState(_readers(file, row, spec, entries.values(), read_in, n_left_out))
     tokenizer, notes = read_tokenizer(metadata, spec), prediction_layers_left_out(n_left_out)
     if quantised:
-        return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file), *notes), auto="bf16")
+        kept = _kept(file, row, spec, entries) if dtype == "auto" else None
+        return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file, kept), *notes), "bf16", kept)
     types = {info.kind.name for info in file.tensors.values() if len(info.shape) > 1}
     exact = {frozenset(("F16",)): "fp16", frozenset(("BF16",)): "bf16"}.get(frozenset(types), "fp32")
     return SourceModel("GGUF", spec, state, exact, tokenizer, notes)
 
 
-def _what_was_quantised(file: GgufFile) -> str:
-    """How many tensors were of which type, and what they take in the file and in bf16."""
+def _kept(file: GgufFile, row: GgufFamily, spec: ModelSpec, entries: Mapping[str, Entry]) -> KeptRows | None:
+    """The blocks' matrices as they are; None where our engine would compute with the codes of none of them."""
+    heads = row.heads(spec)
+    rows = coded_rows(file, spec, entries, lambda name, order: _in_halves(heads, name, order))
+    kinds, shapes = {name: each.kind for name, each in rows.items()}, {name: each.shape for name, each in rows.items()}
+    kept = KeptRows(kinds, shapes, lambda name: read_rows(file, rows[name]))
+    return kept if holding(list(layout(spec)), storage_of(kept.config)).scheme is not None else None
+
+
+def _what_was_quantised(file: GgufFile, kept: KeptRows | None) -> str:
+    """How many tensors were of which type, what they take in the file and in bf16, and what becomes of them."""
     found = [info for info in file.tensors.values() if info.kind.dtype is None]
     counts = Counter(info.kind.name for info in found).most_common()
     each = ", ".join(f"{count} {name}" for name, count in counts)
     n_values = sum(info.n_bytes // info.kind.n_bytes * info.kind.n_values for info in found)
     n_bytes = sum(info.n_bytes for info in found)
-    return (
+    said = (
         f"{len(found)} of {len(file.tensors)} tensors were quantised ({each}): {format_bytes(n_bytes)} in the file, "
-        f"{format_bytes(2 * n_values)} in bf16. They were converted to the numbers that they stand for."
+        f"{format_bytes(2 * n_values)} in bf16. "
+    )
+    if kept is None:
+        return said + "They were converted to the numbers that they stand for."
+    return said + (
+        f"The blocks' matrices, {format_bytes(sum(map(math.prod, kept.shapes.values())))}, are kept as they are, which other "
+        "programs do not read: --dtype bf16 makes plain numbers of them."
     )
 
 
 def _readers(
-    file: GgufFile, row: GgufFamily, spec: ModelSpec, dtype: torch.dtype, n_left_out: int
+    file: GgufFile, row: GgufFamily, spec: ModelSpec, entries: Iterable[Entry], dtype: torch.dtype, n_left_out: int
 ) -> dict[str, Callable[[], Tensor]]:
     """A reader for each canonical tensor; ``n_left_out`` layers after the last are not read. Raises CorruptFileError for
     tensors that are missing, misshapen or unknown."""
@@ -76,15 +99,13 @@ def _readers(
         tensor = file.read(name, dtype)
         if tensor.dim() < len(entry.shape):
             tensor = tensor.view(entry.shape)
-        stem = name.rsplit(".", 2)[-2]
-        if stem in heads:
-            return halves_from_pairs(tensor, heads[stem])
+        tensor = _in_halves(heads, name, tensor)
         if spec.departures.norm_offset and entry.canonical.endswith("norm.weight"):
             return tensor.float() - 1  # the converter adds the 1 that Gemma's norms do not store
         return tensor
 
     readers: dict[str, Callable[[], Tensor]] = {}
-    for entry in tensors(spec, names_in(row, file)):
+    for entry in entries:
         for part in entry.parts:
             info, shape = file.tensors.get(part.name), entry.stored_shape(part)
             if info is None:
@@ -106,6 +127,12 @@ def _readers(
             "Leaving them out would change what the model computes."
         )
     return readers
+
+
+def _in_halves(heads: Mapping[str, int], name: str, rows: Tensor) -> Tensor:
+    """``rows`` of the tensor ``name``, from pairs to halves if it is one of ``heads``."""
+    stem = name.rsplit(".", 2)[-2]
+    return halves_from_pairs(rows, heads[stem]) if stem in heads else rows
 
 
 def _layer_of(name: str) -> int:

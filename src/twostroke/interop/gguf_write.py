@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from twostroke.interop.gguf import MAGIC
-from twostroke.interop.gguf_types import TensorType
+from twostroke.model.published.gguf_types import TensorType
 
 ALIGNMENT = 32
 VERSION = 3

@@ -29,7 +29,7 @@ _DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float1
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import made. ``tokenizer`` says where the tokenizer came from; None if the source has no tokenizer."""
+    """What an import made. ``dtype``: GGUF's most frequent type where matrices stay as they are. ``tokenizer`` says where the tokenizer came from; None if the source has no tokenizer."""
 
     source: str
     kind: str
@@ -54,7 +54,9 @@ def import_model(
 
     ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its content decides which.
     ``tokenizer`` replaces the source's own. It is a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with one.
-    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed; quantised weights are rounded to bf16.
+    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed. The blocks' quantised matrices of a GGUF file
+    stay as they are (``model.published.gguf``) if our engine computes with the codes of any; other quantised weights are rounded
+    to bf16.
     ``progress`` is called with the share of tensors done, 0 to 1, and a note.
 
     Raises InputError, ConfigError or CorruptFileError, also for a weight that is not finite, and leaves no partial directory.
@@ -67,8 +69,10 @@ def import_model(
         raise InputError(f"tokenizer {chosen} does not exist. Give a tokenizer.json, a tokenizer.bin or a folder with one.")
     model = _read(source, chosen, dtype)
     stored = model.auto or model.dtype if dtype == "auto" else dtype
-    notes = list(model.notes)
-    if stored != model.dtype and stored != "fp32":
+    notes, kept = list(model.notes), model.codes
+    if kept is not None:
+        notes.append(f"embedding and head, where they were quantised, were rounded to {stored}.")
+    elif stored != model.dtype and stored != "fp32":
         remedy = f" --dtype {model.dtype} keeps them exactly." if dtype == "auto" else ""
         notes.append(f"weights were rounded from {model.dtype} to {stored}.{remedy}")
     with tempfile.TemporaryDirectory(prefix="twostroke-import-") as scratch:
@@ -84,12 +88,14 @@ def import_model(
         else:
             origin = None
             notes.append("the source has no tokenizer; give one with --tokenizer to generate and score text.")
-        save_model(CheckedState(model.state, progress), model.spec, directory, stored, tokenizer_path=files, replace=replace)
+        state = CheckedState(model.state, progress)
+        save_model(state, model.spec, directory, stored, tokenizer_path=files, replace=replace, kept=kept)
     shapes = [entry.shape for entry in layout(model.spec)]
     n_parameters = sum(math.prod(shape) for shape in shapes)
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
+    held = stored if kept is None else Counter(kept.kinds.values()).most_common(1)[0][0]
     return ImportReport(
-        str(source), model.kind, str(directory), model.spec.family, n_parameters, n_bytes, stored, origin, tuple(notes)
+        str(source), model.kind, str(directory), model.spec.family, n_parameters, n_bytes, held, origin, tuple(notes)
     )
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
+from twostroke.model.published.gguf import KeptRows
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class SourceTokenizer:
 @dataclass(frozen=True)
 class SourceModel:
     """An imported model. ``dtype`` is the format that holds the source's weights exactly, ``auto`` the one that they are stored
-    in unless another is asked for (None: ``dtype``). ``tokenizer`` is a directory of files or a tokenizer made from tables."""
+    in unless another is asked for (None: ``dtype``), ``codes`` what is stored as it is. ``tokenizer`` is a directory
+    of files or a tokenizer made from tables."""
 
     kind: str
     spec: ModelSpec
@@ -33,6 +35,7 @@ class SourceModel:
     tokenizer: Path | SourceTokenizer | None
     notes: tuple[str, ...] = ()
     auto: str | None = None
+    codes: KeptRows | None = None
 
 
 def halves_from_pairs(weight: Tensor, n_heads: int) -> Tensor:

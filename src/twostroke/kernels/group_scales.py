@@ -1,6 +1,6 @@
-"""Codes as GGUF's types have them, whose groups are no integer zero points away from 0: plain references of what they stand for.
+"""Codes in groups without integer zero points, as GGUF's types have them: plain references of what they stand for.
 
-Blocks of 256 inputs have a unit of scales and one of minima, and each of their groups of 32 whole numbers of both (ggml's Q4_K).
+Blocks of 256 inputs have a unit of scales and one of minima, and each of their groups of 32 a whole number of either (Q4_K).
 """
 
 from __future__ import annotations

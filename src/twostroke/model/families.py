@@ -84,9 +84,3 @@ def to_canonical(spec: ModelSpec, get: Callable[[str], Tensor]) -> Iterator[tupl
     """(canonical name, tensor) one by one, from ``get(stored name)``."""
     for entry in layout(spec):
         yield entry.canonical, read_entry(entry, get)
-
-
-def from_canonical(spec: ModelSpec, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor) one by one, from ``get(canonical name)``."""
-    for entry in layout(spec):
-        yield from write_entry(entry, get(entry.canonical))

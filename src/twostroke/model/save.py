@@ -27,7 +27,8 @@ from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
 from twostroke.model.decoder import Decoder
-from twostroke.model.families import from_canonical
+from twostroke.model.families import write_entry
+from twostroke.model.published.gguf import ROWS, KeptRows
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, header_of, tensor_bytes
 
 COMPANION_FILES = (
@@ -55,8 +56,10 @@ def save_model(
     tokenizer_path: Path | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = False,
+    kept: KeptRows | None = None,
 ) -> Path:
-    """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path.
+    """Write ``model``, a decoder or its canonical state, in Hugging Face layout to ``directory``, and return that path. The
+    matrices of ``kept`` are stored as those blocks.
 
     ``tokenizer_path`` is a ``tokenizer.json``, or a directory whose tokenizer files are copied. Everything is written to a new
     directory beside the target, which is then renamed, so that a reader never sees an incomplete model. Memory beside the
@@ -71,7 +74,9 @@ def save_model(
     require_writable(target, replace)
     state = model.tensors if isinstance(model, Decoder) else model
     with written_aside(target) as aside:
-        fill_directory(state, spec, aside, dtype, None if tokenizer_path is None else Path(tokenizer_path), max_shard_bytes)
+        fill_directory(
+            state, spec, aside, dtype, None if tokenizer_path is None else Path(tokenizer_path), max_shard_bytes, kept
+        )
     return target
 
 
@@ -82,13 +87,15 @@ def fill_directory(
     dtype: str,
     tokenizer_path: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    kept: KeptRows | None = None,
 ) -> None:
     """Write the canonical ``state`` and its tokenizer to ``directory``, which exists. Raises CorruptFileError for a state that
     is not ``spec``'s, and the errors of ``write_tokenizer``."""
     _check_names(spec, state)
-    write_json(directory / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]))
+    quantised = {} if kept is None else {"quantization_config": kept.config}
+    write_json(directory / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]) | quantised)
     write_json(directory / "generation_config.json", generation_config(spec))
-    _write_state(spec, state, dtype, directory, max_shard_bytes)
+    _write_state(spec, state, dtype, directory, max_shard_bytes, kept)
     if tokenizer_path is not None:
         write_tokenizer(tokenizer_path, spec, directory)
 
@@ -172,28 +179,43 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
 
 
-def stored_tensors(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor in ``dtype``) one by one; rows of a packed matrix share its storage. Raises CorruptFileError for a
-    tensor of another shape than ``spec`` asks for."""
+def stored_tensors(
+    spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, tensor in ``dtype``) one by one, but for ``without``; rows of a packed matrix share its storage. Raises
+    CorruptFileError for a tensor of another shape than ``spec`` asks for."""
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    shapes = {entry.canonical: entry.shape for entry in layout(spec)}
-
-    def checked(name: str) -> Tensor:  # checked on access, because a state may read its tensors from a file one by one
-        tensor = state[name]
-        if tuple(tensor.shape) != shapes[name]:
+    for entry in layout(spec):
+        if all(part.name in without for part in entry.parts):
+            continue
+        tensor = state[entry.canonical]  # a state may read its tensors from a file one by one
+        if tuple(tensor.shape) != entry.shape:
             raise CorruptFileError(
-                f"tensor {name!r} to save has shape {list(tensor.shape)}, but its spec asks for {list(shapes[name])}."
+                f"tensor {entry.canonical!r} to save has shape {list(tensor.shape)}, but its spec asks for {list(entry.shape)}."
             )
-        return tensor
+        for name, part in write_entry(entry, tensor):
+            if name not in without:
+                yield name, part.to("cpu", wanted)
 
-    for name, tensor in from_canonical(spec, checked):
-        yield name, tensor.to("cpu", wanted)
 
-
-def _write_state(spec: ModelSpec, state: Mapping[str, Tensor], dtype: str, directory: Path, max_shard_bytes: int) -> None:
+def _write_state(
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    dtype: str,
+    directory: Path,
+    max_shard_bytes: int,
+    kept: KeptRows | None,
+) -> None:
     wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    due = {part.name: (wanted, entry.stored_shape(part)) for entry in layout(spec) for part in entry.parts}
-    write_tensors(due, stored_tensors(spec, state, dtype), directory, max_shard_bytes)
+    shapes = {} if kept is None else kept.shapes
+    parts = {part.name: entry.stored_shape(part) for entry in layout(spec) for part in entry.parts}
+    due = {name: (wanted, shape) for name, shape in parts.items() if name not in shapes}
+    tensors: Iterator[tuple[str, Tensor | memoryview]] = stored_tensors(spec, state, dtype, shapes)
+    if kept is not None:  # behind the numbers, because blocks of odd sizes would move these from their places
+        due |= {f"{name.removesuffix('.weight')}{ROWS}": (torch.uint8, shape) for name, shape in shapes.items()}
+        rows = ((f"{name.removesuffix('.weight')}{ROWS}", kept.read(name)) for name in shapes)
+        tensors = itertools.chain(tensors, rows)
+    write_tensors(due, tensors, directory, max_shard_bytes)
 
 
 Due = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

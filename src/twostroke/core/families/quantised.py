@@ -14,6 +14,9 @@ OURS = "compressed-tensors"
 
 BITSANDBYTES = "bitsandbytes"
 
+GGUF = "gguf"
+"""The layout in which ``twostroke import`` keeps the blocks of a GGUF file."""
+
 _NUMBERS = {"int": "int", "float": "fp"}
 """compressed-tensors' types of number, as our elements begin."""
 
@@ -26,6 +29,8 @@ def published_scheme(config: dict[str, Any]) -> str | None:
         return None
     if method == OURS:
         return _compressed_tensors(quantised)
+    if method == GGUF:
+        return _gguf(quantised)
     if isinstance(method, str) and method.startswith("modelopt"):
         return _modelopt(quantised)
     found = published_schemes(method)
@@ -61,6 +66,15 @@ def _modelopt(quantised: dict[str, Any]) -> str:
     if not found:
         raise _unknown(f"of method 'modelopt' with quant_algo={algorithm!r:.100}")
     return found[0].name
+
+
+def _gguf(quantised: dict[str, Any]) -> str:
+    """The row of the type that most layers have, a mix (Q4_K_M) where it has no row of its own. Types that no row begins with
+    are counted as the smallest that is planned."""
+    types = Reader(quantised).object("types")
+    most = max(types, key=lambda kind: len(types[kind]) if isinstance(types[kind], list) else 0, default="")
+    rows = [name for name, row in SCHEMES.items() if most and name.casefold().startswith(most.casefold()) and row.planned]
+    return rows[0] if rows else "Q4_K_S"
 
 
 def _compressed_tensors(quantised: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from twostroke.core.families.reader import Reader
 from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import SCHEMES
 from twostroke.core.spec import ModelSpec
-from twostroke.model.published import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from twostroke.model.published import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mxfp4
 from twostroke.model.published.storage import Storage, StorageOf
 
 HEAD = "lm_head"
@@ -38,6 +38,7 @@ METHODS: dict[str, Method] = {
         Method(fp8.FBGEMM, fp8.storage_of, fp8.FBGEMM_EXAMPLES),
         Method(mxfp4.METHOD, mxfp4.storage_of, mxfp4.EXAMPLES),
         Method(bitsandbytes.METHOD, bitsandbytes.storage_of, bitsandbytes.EXAMPLES),
+        Method(gguf.METHOD, gguf.storage_of, gguf.EXAMPLES),
     )
 }
 """By ``quant_method``."""

@@ -95,10 +95,11 @@ def native_read_bytes(spec: ModelSpec, scheme: str, head: str, others: tuple[tup
 def _others_more_bytes(spec: ModelSpec, scheme: str, others: tuple[tuple[str, str], ...]) -> tuple[float, float]:
     """What ``others`` take more than they would in ``scheme``: of those that one row passes, and of all."""
     products = {p.name: p for matrices, _ in block_kinds(spec) for p in matrices}
-    usual, read, held = scheme_of(scheme).native_product, 0.0, 0.0
+    usual, read, held = scheme_of(scheme), 0.0, 0.0
     for name, how in others:
         product = products[name.partition(".")[2]]
-        more = native_product_bytes(product, scheme_of(how).native_product) - native_product_bytes(product, usual)
+        own, instead = (native_product_bytes(product, native_name(product, each)) for each in (scheme_of(how), usual))
+        more = own - instead
         read, held = read + product.active * more, held + product.copies * more
     return read, held
 

@@ -16,6 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.core.schemes import BLOCK, BLOCK_GROUP, SCHEMES
+from twostroke.kernels.codes import CODE_TYPES, Codes
+from twostroke.model.published.gguf_blocks import BLOCKS
+from twostroke.model.published.storage import four_bit_codes
+
 _PIECE_VALUES = 2**19
 """Numbers that are decoded at once: two megabytes, which stay in the last cache from step to step. In fewer, starting each step
 takes longer than computing it."""
@@ -127,12 +132,18 @@ def _q3_k(blocks: Tensor) -> Groups:
     return Groups(_centred(codes, 4).view(-1, 16, 16), _halves(blocks, 108) * scales)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: eight of each a block, of six bits, in the twelve bytes from the fourth on. The first four are the low
-    bits of a byte; the others a nibble, and above it the high bits of those bytes. A step takes one byte of all blocks."""
+def _counts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Q4_K and Q5_K: the (8, blocks) scales and minima in their units, of six bits, in the twelve bytes from the fourth on.
+    The first four are the low bits of a byte; the others a nibble, and above it the high bits of those bytes. A step takes one
+    byte of all blocks."""
     first, second, rest = blocks[:, 4:16].T.contiguous().view(3, 4, -1)
     scales = torch.cat((first & 63, (rest & 15) | ((first >> 2) & 48)))
     minima = torch.cat((second & 63, (rest >> 4) | ((second >> 2) & 48)))
+    return scales, minima
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales, minima = _counts(blocks)
     return (_halves(blocks, 0).T * scales.float()).T, (_halves(blocks, 2).T * minima.float()).T
 
 
@@ -183,25 +194,29 @@ def _mxfp4(blocks: Tensor) -> Groups:
     return Groups(_one_group(_looked_up(_nibbles(blocks[:, 1:]), _FP4)), bits.int().view(torch.float32))
 
 
+def _quantised(name: str, number: int, take_apart: Callable[[Tensor], Groups]) -> TensorType:
+    return TensorType(name, number, BLOCKS[name].n_values, BLOCKS[name].n_bytes, None, take_apart)
+
+
 TYPES: dict[str, TensorType] = {
     t.name: t
     for t in (
         TensorType("F32", 0, 1, 4, torch.float32),
         TensorType("F16", 1, 1, 2, torch.float16),
         TensorType("BF16", 30, 1, 2, torch.bfloat16),
-        TensorType("Q8_0", 8, 32, 34, None, _q8_0),
-        TensorType("Q4_0", 2, 32, 18, None, _q4_0),
-        TensorType("Q4_1", 3, 32, 20, None, _q4_1),
-        TensorType("Q5_0", 6, 32, 22, None, _q5_0),
-        TensorType("Q5_1", 7, 32, 24, None, _q5_1),
-        TensorType("Q2_K", 10, 256, 84, None, _q2_k),
-        TensorType("Q3_K", 11, 256, 110, None, _q3_k),
-        TensorType("Q4_K", 12, 256, 144, None, _q4_k),
-        TensorType("Q5_K", 13, 256, 176, None, _q5_k),
-        TensorType("Q6_K", 14, 256, 210, None, _q6_k),
-        TensorType("IQ4_NL", 20, 32, 18, None, _iq4_nl),
-        TensorType("IQ4_XS", 23, 256, 136, None, _iq4_xs),
-        TensorType("MXFP4", 39, 32, 17, None, _mxfp4),
+        _quantised("Q8_0", 8, _q8_0),
+        _quantised("Q4_0", 2, _q4_0),
+        _quantised("Q4_1", 3, _q4_1),
+        _quantised("Q5_0", 6, _q5_0),
+        _quantised("Q5_1", 7, _q5_1),
+        _quantised("Q2_K", 10, _q2_k),
+        _quantised("Q3_K", 11, _q3_k),
+        _quantised("Q4_K", 12, _q4_k),
+        _quantised("Q5_K", 13, _q5_k),
+        _quantised("Q6_K", 14, _q6_k),
+        _quantised("IQ4_NL", 20, _iq4_nl),
+        _quantised("IQ4_XS", 23, _iq4_xs),
+        _quantised("MXFP4", 39, _mxfp4),
     )
 }
 """The types that are read, by name."""
@@ -256,3 +271,46 @@ def dequantise(kind: TensorType, raw: np.ndarray, dtype: torch.dtype = torch.flo
 
     in_pieces(decode, n_blocks, n)
     return result.view(-1)
+
+
+def halves_are_finite(kind: TensorType, raw: np.ndarray) -> bool:
+    """Whether the fp16 numbers of ``raw``, blocks of the quantised ``kind``, are all finite; codes always are."""
+    blocks = raw.reshape(-1, kind.n_bytes)
+    halves = (blocks[:, at : at + 2].copy().view(np.uint16) for at in BLOCKS[kind.name].halves)
+    return all(bool(((part & 0x7C00) != 0x7C00).all()) for part in halves)
+
+
+def codes_of(kind: TensorType, raw: np.ndarray, n: int) -> Codes:
+    """The codes of ``n`` outputs in ``raw``, blocks of a quantised ``kind`` that one of our schemes holds. They stand for the
+    numbers that ``dequantise`` gives. Works in pieces, as that does."""
+    assert kind.take_apart is not None
+    scheme = SCHEMES[str(BLOCKS[kind.name].scheme)]
+    n_blocks, piece_blocks = len(raw) // kind.n_bytes, _PIECE_VALUES // kind.n_values
+    codes = torch.empty((n_blocks, kind.n_values), dtype=CODE_TYPES[scheme.element])
+    in_units = scheme.group == BLOCK
+    n_groups = kind.n_values // (BLOCK_GROUP if in_units else int(scheme.group or 0))
+    scales = torch.empty((n_blocks, 1, 2) if in_units else (n_blocks, n_groups))
+    counts = torch.empty((n_blocks, n_groups, 2) if in_units else 0, dtype=torch.uint8)
+
+    def take(first: int) -> None:
+        some = slice(first, first + piece_blocks)
+        piece = raw[first * kind.n_bytes : some.stop * kind.n_bytes]
+        blocks = torch.from_numpy(piece.copy()).view(-1, kind.n_bytes)
+        if in_units:
+            codes[some] = _nibbles(blocks[:, 16:].unflatten(1, (4, 32))).view(-1, BLOCK)
+            scales[some, 0] = torch.cat((_halves(blocks, 0), _halves(blocks, 2)), dim=1)
+            counts[some] = torch.stack(_counts(blocks), dim=-1).transpose(0, 1)
+            return
+        found = kind.take_apart(blocks)  # type: ignore[misc]
+        signed = found.codes.reshape(-1, kind.n_values)
+        codes[some] = signed.add_(8) if scheme.has_zeros else signed
+        scales[some] = found.scales
+
+    in_pieces(take, n_blocks, piece_blocks)
+    codes = codes.view(n, -1)
+    if in_units:
+        return Codes(codes, scales.view(n, -1, 2), counts.view(n, -1, 2))
+    scales = scales.view(n, -1)
+    if scheme.has_zeros:
+        return four_bit_codes(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8), int(scheme.group or 0))
+    return Codes(codes, scales)
