@@ -13,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gguf_files import SCALES_AT, TYPES, finish, quantised
+from gguf_files import SCALES_AT, TYPES, finish, quantised, random_blocks
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.schemes import SCHEMES
 from twostroke.interop.gguf import GgufFile
+from twostroke.model.published.gguf_blocks import BLOCKS
 from twostroke.model.published.gguf_types import TYPES as READ
-from twostroke.model.published.gguf_types import dequantise
+from twostroke.model.published.gguf_types import codes_of, dequantise
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +223,23 @@ def test_any_damage_gives_a_sentence_or_a_file_that_reads(
         return
     for name, info in opened.tensors.items():
         assert opened.read(name).shape == info.shape
+
+
+@pytest.mark.parametrize("name", [name for name, block in BLOCKS.items() if block.scheme])
+@torch.inference_mode()
+def test_codes_stand_for_the_numbers_of_the_reference_whatever_thread_takes_them(name: str) -> None:
+    """As an engine loads them: on two threads, in inference mode. Scales may be negative, and one is 0."""
+    block = BLOCKS[name]
+    blocks = random_blocks(name, 2**20 // block.n_values + 64)  # more than a piece
+    for at in block.halves:
+        blocks[3, at : at + 2] = 0
+    raw = blocks.reshape(-1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        codes = codes_of(READ[name], raw, 32)
+    finally:
+        torch.set_num_threads(before)
+    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(32, -1)
+    assert torch.equal(codes.values(), torch.from_numpy(wanted))
+    assert codes.scale.shape[:2].numel() == SCHEMES[str(block.scheme)].scales(*codes.codes.shape)

@@ -243,9 +243,15 @@ def in_pieces(work: Callable[[int], None], n_blocks: int, n: int) -> None:
         for first in range(0, n_blocks, n):
             work(first)
         return
+    inference = torch.is_inference_mode_enabled()  # a thread's own
+
+    def piece(first: int) -> None:
+        with torch.inference_mode(inference):
+            work(first)
+
     try:
         with ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            deque(pool.map(work, range(0, n_blocks, n)), maxlen=0)
+            deque(pool.map(piece, range(0, n_blocks, n)), maxlen=0)
     finally:
         torch.set_num_threads(n_threads)  # what threads that start later take
 
