@@ -13,10 +13,10 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
+from twostroke.cli.opened_model import opened_model
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
-from twostroke.core.paths import model_directory
 
 if TYPE_CHECKING:
     from twostroke.bench.load import LoadSpec
@@ -36,7 +36,7 @@ def root() -> None:
 @with_engine_options
 def bench_serve(
     model: Path | None = typer.Argument(
-        None, help="Model directory: served for the length of the load, unless --url is given."
+        None, help="Model directory or GGUF file: served for the length of the load, unless --url is given."
     ),
     url: str | None = typer.Option(None, help="A running OpenAI-compatible server, such as http://127.0.0.1:8000."),
     users: int | None = typer.Option(None, help="Closed loop: so many users, each of which waits for its answer. Default: 8."),
@@ -99,7 +99,7 @@ def bench_serve(
     )
     objective = None if slo is None else Slo.parse(slo)
     key = None if api_key_file is None else _first_key(api_key_file)
-    directory = None if model is None else model_directory(model)
+    directory = None if model is None else opened_model(model)
     spec = None if directory is None else read_spec(directory)
     if spec is not None:
         _check_context(spec, engine, load.prompt_tokens[1] + load.output_tokens[1])
@@ -155,7 +155,7 @@ def bench_serve(
 @app.command(name="offline")
 @with_engine_options
 def bench_offline(
-    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     batches: list[int] = typer.Option([1, 8], "--batch", help="Batch size to measure. Repeatable."),
     prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
@@ -171,7 +171,7 @@ def bench_offline(
     from twostroke.quantization.held import serving_shape
 
     offline = OfflineSpec(tuple(batches), prompt_tokens, output_tokens, repeats, seed)
-    directory = model_directory(model)
+    directory = opened_model(model)
     spec = read_spec(directory)
     _check_context(spec, engine, prompt_tokens + output_tokens)
     shape = serving_shape(directory, spec, engine, prompt_tokens=prompt_tokens, output_tokens=output_tokens)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.opened_model import opened_model
 from twostroke.core.described import plain
-from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ FORMATS_HELP = "as `generate` takes it, scored by the inference engine, which ro
 
 @app.command(name="eval")
 def evaluate(
-    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     data: list[str] = typer.Option([], help="Files, folders or globs to score, all of them. Repeatable."),
     prepared: Path | None = typer.Option(
         None, help="Prepared data whose held-out part is scored. Default, without a task: the training run's."
@@ -63,7 +63,7 @@ def evaluate(
     from twostroke.evaluation.task_files import load_task
     from twostroke.planner.truth.recording import recording
 
-    directory = model_directory(model)
+    directory = opened_model(model)
     tasks = [load_task(name, task_data) for name in task]
     wants_text = bool(data) or prepared is not None or not tasks
     text = held_out_to_score(directory, data, prepared, text_key) if wants_text else None

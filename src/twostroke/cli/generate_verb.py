@@ -15,10 +15,10 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
+from twostroke.cli.opened_model import opened_model
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import InputError, TwostrokeError
-from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work
 @app.command(name="generate")
 @with_engine_options
 def generate(
-    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: the text on stdin."),
     max_tokens: int = typer.Option(128, help="Most tokens of each answer."),
     temperature: float = typer.Option(0.8, help="0 takes the most probable token each time."),
@@ -62,7 +62,7 @@ def generate(
     from twostroke.planner.truth.recording import recording
     from twostroke.scheduling.sampling_params import SamplingParams
 
-    directory = model_directory(model)
+    directory = opened_model(model)
     read_spec(directory).require_buildable()  # before torch is imported, so that an unusable config.json is told at once
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),

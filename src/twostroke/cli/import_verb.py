@@ -20,7 +20,9 @@ def import_(
         "", help="Tokenizer to use instead of the source's: tokenizer.bin, tokenizer.json or a directory."
     ),
     dtype: str = typer.Option(
-        "auto", help="Format to store: auto (keeps every weight exactly; bf16 for quantised ones), fp32, bf16 or fp16."
+        "auto",
+        help="Format to store: auto (as it is; of a GGUF file's quantised matrices the codes, where they are computed with, and "
+        "bf16 for the rest), fp32, bf16 or fp16.",
     ),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.opened_model import opened_model
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, InputError
-from twostroke.core.paths import model_directory
 from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_count, format_seconds
 from twostroke.quantization.roundings import DEFAULT_ROUNDING, ROUNDINGS, TRIED_SCALES, rounding_of
@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(name="quantize")
 def quantize(
-    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     directory: Path | None = typer.Argument(None, help="Directory to write; with --survey none."),
     scheme: str | None = typer.Option(
         None, help=f"How to hold the matrices: {', '.join(WRITTEN)}. [default: {DEFAULT_WRITTEN}]"
@@ -68,7 +68,7 @@ def quantize(
     --survey measures all of that of every scheme and writes none, so that you can choose.
     """
 
-    source = model_directory(model)
+    source = opened_model(model)
     if survey:
         of_writing: dict[str, object] = {"--scheme": scheme, "--rounding": rounding, "--replace": replace}
         _survey(source, directory, of_writing, calibration, max_kl, as_json)

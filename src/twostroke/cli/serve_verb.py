@@ -9,9 +9,9 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
+from twostroke.cli.opened_model import opened_model
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
-from twostroke.core.paths import model_directory
 from twostroke.core.units import format_bytes, format_count, format_seconds
 
 app = typer.Typer(add_completion=False)
@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 @app.command(name="serve")
 @with_engine_options
 def serve(
-    model: Path = typer.Argument(help="Model directory, or the output of a training run."),
+    model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
     api_key_file: Path | None = typer.Option(None, help="File of accepted API keys, one a line."),
@@ -42,7 +42,7 @@ def serve(
     from twostroke.core.families import read_spec
     from twostroke.server.launch import ServeSettings, bind, is_loopback, launch_engine
 
-    directory = model_directory(model)
+    directory = opened_model(model)
     read_spec(directory).require_buildable()  # before anything starts, so that an unusable config.json is told at once
     if api_key_file is not None and not api_key_file.is_file():
         raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")

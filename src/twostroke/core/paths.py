@@ -1,4 +1,4 @@
-"""Where Twostroke keeps what outlives a command (profiles, the ledger, prepared data, packed weights), and where a model is."""
+"""Where Twostroke keeps what outlives a command (profiles, the ledger, prepared data, packed weights, imports), and where a model is."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def data_cache_dir() -> Path:
 
 def packed_dir() -> Path:
     return home() / "packed"
+
+
+def imported_dir() -> Path:
+    return home() / "imported"
 
 
 def model_directory(path: Path | str) -> Path:

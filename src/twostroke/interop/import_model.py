@@ -54,9 +54,9 @@ def import_model(
 
     ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its content decides which.
     ``tokenizer`` replaces the source's own. It is a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with one.
-    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed. The blocks' quantised matrices of a GGUF file
-    stay as they are (``model.published.gguf``) if our engine computes with the codes of any; other quantised weights are rounded
-    to bf16.
+    ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed. The blocks' quantised matrices of a GGUF
+    file stay as they are (``model.published.gguf``) if our engine computes with the codes of any; other quantised weights are
+    rounded to bf16.
     ``progress`` is called with the share of tensors done, 0 to 1, and a note.
 
     Raises InputError, ConfigError or CorruptFileError, also for a weight that is not finite, and leaves no partial directory.

@@ -196,6 +196,7 @@ class Hardware(Measurements):
         except KeyError:
             raise ConfigError(
                 f"{self.label} has no product rate for {dtype!r}. It has: {', '.join(sorted(self.peak_flop_per_s))}."
+                + (" Run `twostroke calibrate` again." if self.is_calibrated_cpu else "")
             ) from None
 
     def product_rate(self, scheme: str, m: int, n: int, k: int) -> float:
