@@ -22,9 +22,9 @@ The blocks' matrices of types that are computed in their codes are kept as they 
 column "computed in" names the scheme. Codes stand for the numbers of llama.cpp's own Python package to the bit; fp16 scales of
 `int8-g16`, products of a scale and a whole number in the file, are rounded to 11 bits when they are packed, and activations to
 8 bits, as always with codes. Parts of one matrix in several types (in the mixes: values beside queries and keys), the
-embedding, the head, and types that are not computed so become the numbers that they stand for, rounded to bf16: at most one part
-in 256 of each. Other programs do not read matrices that are kept: `--dtype bf16` writes a directory that transformers and vLLM
-open, `--dtype fp32` one with the exact numbers. The report says how many tensors were of which type and what they take.
+embedding, the head, and types that are not computed so become the numbers that they stand for, rounded to bf16: at most one
+part in 256 of each. Other programs do not read matrices that are kept: `--dtype bf16` writes a directory that transformers and
+vLLM open, `--dtype fp32` one with the exact numbers. The report says how many tensors were of which type and what they take.
 
 ## Types of tensors
 

@@ -200,9 +200,10 @@ def _add_experts(writer: gguf.GGUFWriter, stored: str, parameter: torch.Tensor, 
         writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", raw.reshape(*part.shape[:2], -1), raw_dtype=kind)
 
 
-def small_file(path: Path, architecture: str) -> Path:
-    """A ``gemma3`` or ``phi3`` of two layers, written without transformers: matrices of every quantised type, a tokenizer of
-    the family's kind, windows and rotary scaling."""
+def small_file(path: Path, architecture: str, types: dict[str, str] | None = None) -> Path:
+    """A ``gemma3`` or ``phi3`` of two layers, written without transformers: matrices of every quantised type
+    (``types``: of those by their names in a layer, Q4_K of the others), a tokenizer of the family's kind, windows and rotary
+    scaling."""
     E, F, V, heads, head_dim = 256, 512, 64, 4, 64
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {
@@ -248,6 +249,8 @@ def small_file(path: Path, architecture: str) -> Path:
         writer.add_tensor(f"{name}.weight", np.linspace(0.5, 1.5, n, dtype=np.float32))
     for i, (name, (rows, columns)) in enumerate(matrices.items()):
         type_name = list(SCALES_AT)[i % len(SCALES_AT)]
+        if types is not None:
+            type_name = types.get(name.split(".")[-1], "Q4_K")
         n_values, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
         raw = random_blocks(type_name, rows * columns // n_values, i).reshape(rows, -1)
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[type_name])

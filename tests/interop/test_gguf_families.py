@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -298,6 +299,65 @@ def kept_as_they_are(folder: Path, type_name: str) -> None:
 
 def test_every_architecture_has_a_case() -> None:
     assert {architecture for architecture, *_ in CASES.values()} == set(GGUF_FAMILIES)
+
+
+@pytest.mark.skipif(library() is None, reason="the native library was not built")
+@torch.inference_mode()
+def test_matrices_of_many_types_are_held_each_in_its_own_way(tmp_path: Path) -> None:
+    """Beside blocks of 256 groups of 16, the rest and what has parts of several types in plain numbers, and planned so."""
+    small_file(tmp_path / "m.gguf", "gemma3", {"ffn_gate": "Q4_K", "ffn_up": "Q4_K", "ffn_down": "Q6_K", "attn_v": "Q6_K"})
+    import_model(tmp_path / "m.gguf", tmp_path / "kept")
+    import_model(tmp_path / "m.gguf", tmp_path / "m", dtype="fp32")
+    spec, state = load_any_state(tmp_path / "kept")
+    exact = load_model(tmp_path / "m").tensors
+    for name in exact:
+        if f"{name.removesuffix('.weight')}.scale" in state:
+            assert torch.equal(expanded(state, name), exact[name]), name
+    found = held(tmp_path / "kept", spec)
+    assert found.scheme == "int4-k"
+    assert set(found.in_int8) >= {"0.down", "1.down"}
+    assert set(found.in_bf16) >= {"0.qkv", "1.qkv"}
+    core = EngineCore(tmp_path / "kept", EngineSettings(runner="native", kv_cache_bytes=2**20))
+    shape = ServingShape(**found._asdict(), prompt_tokens=32, output_tokens=8)
+    assert native_weights_bytes(spec, shape.scheme, shape.head, shape.others) == core.weights_bytes
+
+
+def test_a_directory_of_blocks_that_lies_is_a_sentence(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama")
+    import_model(tmp_path / "m.gguf", tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    types = config["quantization_config"]["types"]
+    layer = "model.layers.0.mlp.up_proj"
+    others = [name for name in types["Q4_K"] if name != layer]
+    for lie, said in (
+        ({"Q9_K": types["Q4_K"]}, "type 'Q9_K' is not read"),
+        ({"Q4_K": types["Q4_K"], "Q6_K": [layer]}, f"names '{layer}' twice"),
+        ({"Q4_K": others, "Q6_K": [layer]}, r"up_proj.qweight' is U8 \[512, 144\]; U8 \[512, 210\] is due"),
+        ({"Q4_K": others}, "no tensor 'model.layers.0.mlp.up_proj.weight'"),
+        ({"Q4_K": 7}, "must be a list"),
+    ):
+        config["quantization_config"]["types"] = lie
+        (tmp_path / "m/config.json").write_text(json.dumps(config))
+        with pytest.raises(InputError, match=said):
+            load_any_state(tmp_path / "m")
+
+
+def test_a_scale_that_is_not_finite_is_found_in_the_file_and_in_the_directory(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama")
+    import_model(tmp_path / "m.gguf", tmp_path / "m")
+    info = GgufFile(tmp_path / "m.gguf").tensors["blk.0.ffn_down.weight"]
+    raw = bytearray((tmp_path / "m.gguf").read_bytes())
+    block = bytes(raw[info.start + 144 : info.start + 288])
+    broken = np.float16(np.inf).tobytes() + block[2:]
+    for file in (tmp_path / "m.gguf", tmp_path / "m/model.safetensors"):
+        content = file.read_bytes()
+        assert content.count(block) == 1
+        file.write_bytes(content.replace(block, broken))
+    with pytest.raises(CorruptFileError, match=r"'blk\.0\.ffn_down\.weight' .* scales that are not finite"):
+        import_model(tmp_path / "m.gguf", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(CorruptFileError, match=r"scales must be finite in 'model\.layers\.0\.mlp\.down_proj'"):
+        dict(load_any_state(tmp_path / "m")[1])
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "phi3"])

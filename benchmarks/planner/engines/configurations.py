@@ -15,7 +15,7 @@ from twostroke.core.engines import METHODS, RECOMPUTATIONS, TRAINING_TYPES
 from twostroke.core.families import FAMILIES
 from twostroke.core.optimizers import TRAINED
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
-from twostroke.core.schemes import CACHE_TYPES, NATIVE, WEIGHTS
+from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
 
 Case = TypeVar("Case")
 
@@ -195,7 +195,7 @@ SERVING = (
         # Tokens are drawn: the largest logit of random weights is soon the same one, whose experts then stay in the cache.
         lambda family: ServingCase(Sizes(f"{family}-320", family, 4, 320, 5, 5, 4096), "bf16", 2, 128, sampling=(DRAWN,)),
     ),
-    *default_cases(WRITTEN_SERVING, NATIVE, lambda case: case.scheme, lambda scheme: ServingCase(SMALL_SERVED, scheme, 2, 128)),
+    *default_cases(WRITTEN_SERVING, ASKED, lambda case: case.scheme, lambda scheme: ServingCase(SMALL_SERVED, scheme, 2, 128)),
     *default_cases(
         WRITTEN_SERVING, WEIGHTS, lambda case: case.head_dtype,
         lambda head: ServingCase(SMALL_SERVED, "bf16", 1, 64, head_dtype=head),

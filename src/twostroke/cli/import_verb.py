@@ -21,8 +21,8 @@ def import_(
     ),
     dtype: str = typer.Option(
         "auto",
-        help="Format to store: auto (as it is; of a GGUF file's quantised matrices the codes, where they are computed with, and "
-        "bf16 for the rest), fp32, bf16 or fp16.",
+        help="Format to store: auto (as it is; of a GGUF file's quantised matrices the codes, where they are computed with, "
+        "and bf16 for the rest), fp32, bf16 or fp16.",
     ),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),

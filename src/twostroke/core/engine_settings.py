@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from twostroke.core import policy
 from twostroke.core.documents import MAX_INTEGER, is_integer
 from twostroke.core.errors import ConfigError
-from twostroke.core.schemes import CACHE_TYPES, NATIVE, WEIGHTS
+from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
 from twostroke.core.tables import build
 
 RUNNERS = ("native", "torch")
@@ -47,7 +47,7 @@ class EngineSettings:
     every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
     """
 
-    dtype: str = _choice("How weights are held", NATIVE, "--dtype")
+    dtype: str = _choice("How weights are held", ASKED, "--dtype")
     head_dtype: str = _choice("How the output head is held", WEIGHTS, "--head-dtype")
     kv_dtype: str = _choice("How keys and values are cached", CACHE_TYPES, "--kv-dtype")
     runner: str = _choice("What runs a step", RUNNERS)

@@ -100,7 +100,8 @@ class Scheme:
     In our engine: ``native`` is the library's format ("": it has none), ``torch`` the products of the torch runner for few rows
     and for many. Calibration measures whole native steps where it is ``stepped``. ``beside`` names the scheme that a
     directory may hold single matrices in instead. ``disk`` is its layout, ``own`` the row that it stands for in the engine.
-    ``computed_from`` names the row in which a directory is written that the engine holds so if it is asked to.
+    ``computed_from`` names the row in which a directory is written that the engine holds so if it is asked to. Weights are
+    never rounded to a row that is ``only_read``: files come so.
     ``label`` is what a comparison's table calls it, where that is not its name.
 
     A GGUF file quantises the embedding as well, and the output head in a type of its own, the row ``head`` (None: both stay in
@@ -126,6 +127,7 @@ class Scheme:
     own: str | None = None
     computed_from: str | None = None
     label: str = ""
+    only_read: bool = False
     head: str | None = None
     mix: tuple[tuple[str, str, float], ...] = ()
 
@@ -263,7 +265,7 @@ _ROWS = (
     # GGUF's Q4_K as it is: 256 inputs have two fp16 units, and in each eight groups of 32 a byte of scale and of minimum.
     Scheme(
         "int4-k", "int4", 20.0, group=BLOCK,
-        planned=False, native="int4_blocks", torch=("packed_bf16",), beside="int8-g16",
+        planned=False, native="int4_blocks", torch=("packed_bf16",), beside="int8-g16", only_read=True,
     ),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
     Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4", "MXFP4")),
@@ -296,6 +298,9 @@ SEARCHED = tuple(row.name for row in _ROWS if row.searched)
 
 NATIVE = tuple(row.name for row in _ROWS if row.native)
 """Those that the native engine serves, and that a machine calibrated with it can be planned with."""
+
+ASKED = tuple(name for name in NATIVE if not SCHEMES[name].only_read)
+"""Those of them that plain weights can be rounded to."""
 
 NATIVE_STEPS = tuple(row.name for row in _ROWS if row.stepped)
 """Those in which calibration measures whole steps of the native engine."""

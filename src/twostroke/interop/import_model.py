@@ -29,7 +29,8 @@ _DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float1
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import made. ``dtype``: GGUF's most frequent type where matrices stay as they are. ``tokenizer`` says where the tokenizer came from; None if the source has no tokenizer."""
+    """What an import made. ``dtype`` is GGUF's most frequent type where matrices stay as they are. ``tokenizer`` says where the
+    tokenizer came from; None if the source has no tokenizer."""
 
     source: str
     kind: str

@@ -60,8 +60,8 @@ class Codes(NamedTuple):
 def quantize(weight: Float[Tensor, "N K"], scheme: Scheme) -> Codes:
     """Every weight to its nearest code, each block of ``scheme`` with the scale that suits it best. Raises ConfigError for a
     scheme that only files come in."""
-    if scheme.name == "int4-k":
-        raise ConfigError("scheme='int4-k' is what GGUF files hold, and nothing is rounded to it. Use int4.")
+    if scheme.only_read:
+        raise ConfigError(f"scheme={scheme.name!r} is what GGUF files hold, and nothing is rounded to it. Use int4.")
     if scheme.group is not None and not scheme.has_zeros:
         return Codes(*eight_bit_groups(weight, scheme.group))
     if scheme.group is not None:
