@@ -1,4 +1,4 @@
-"""Where Twostroke keeps what outlives a command (profiles, the ledger, data, packed weights, imported files), and where a model is."""
+"""Where Twostroke keeps what outlives a command (profiles, ledger, data, packed and imported weights), and where a model is."""
 
 from __future__ import annotations
 
