@@ -2,8 +2,8 @@
 // the standard input and reads what comes out: the names of the targets that hold, a line each with an empty one behind
 // them, then of each case for each of those targets the prepared rows and the products.
 //
-// A case: format, group, n, k, m, number of scales and of zero points as int64; weights, scales, zero points and rows as
-// the library reads them.
+// A case: format, group, n, k, m, number of scales and of zero points as int64; weights, scales, zero points and rows
+// as the library reads them.
 #include <cstdint>
 #include <cstdio>
 #include <vector>

@@ -98,8 +98,8 @@ void pack_lane(Format format, int64_t k, const void* weight, int64_t row, char* 
     }
 }
 
-// What lies before the k_rows of one lane of INT4 and INT8_GROUPS: scales of fp16 and, of INT4, zero points. Returns the
-// power of two that the scales are shares of.
+// What lies before the k_rows of one lane of INT4 and INT8_GROUPS: scales of fp16 and, of INT4, zero points. Returns
+// the power of two that the scales are shares of.
 float pack_scales(Format format, int64_t n_groups, const float* scales, const uint8_t* zeros, char* panel,
                   int64_t lane) {
     float largest = 0;

@@ -230,7 +230,8 @@ struct Int4 {
             TS_EACH(t, T) {
                 const Meaning meaning = Meaning::of(to.w, weights + t * panel_bytes, n_groups, g);
                 TS_EACH(r, R)
-                    total[r][t] = Meaning::with(meaning, total[r][t], sum[r][t], broadcast(code_sums[r * n_groups + g]));
+                    total[r][t] =
+                        Meaning::with(meaning, total[r][t], sum[r][t], broadcast(code_sums[r * n_groups + g]));
             }
         }
         TS_EACH(r, R) {
@@ -248,7 +249,7 @@ struct Int8Groups {
         const int64_t panel_bytes = head + n_k_rows * kKRowBytes;
         const char* weights = layout::panel(to.w, panel);
         const RowPointers<int8_t, R> codes(to.rows.codes + row * k, k);
-        const PrefetchDistance<T> ahead(to, n_k_rows * kKRowBytes, panel_bytes);
+        const Prefetch<T> later(to, n_k_rows * kKRowBytes, panel_bytes, head);
         const float* code_sums = group_sums.values + row * n_groups;
         F32x16 total[R][T];
         TS_EACH(r, R)
@@ -258,13 +259,12 @@ struct Int8Groups {
             TS_EACH(r, R)
                 TS_EACH(t, T) sum[r][t] = zero_words();
             const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
-            const bool past_end = end * kKRowBytes + ahead.distance > n_k_rows * kKRowBytes;
-            const int64_t first = past_end ? ahead.first_past_end : ahead.first;
-            const int64_t others = past_end ? ahead.others_past_end : ahead.others;
+            if (later.next_head && g * kKRowBytes < head)
+                TS_EACH(t, T) __builtin_prefetch(weights + (T + t) * panel_bytes + g * kKRowBytes, 0, 3);
             for (int64_t s = g * group_k_rows; s < end; ++s) {
+                const Ahead ahead = later.at(s * kKRowBytes);
                 I32x16 w[T];
-                TS_EACH(t, T)
-                    w[t] = fetch_words(weights + t * panel_bytes + head + s * kKRowBytes, t == 0 ? first : others);
+                TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + head + s * kKRowBytes, ahead, t);
                 TS_EACH(r, R) {
                     const I32x16 a = broadcast_word(codes[r] + s * 4);
                     TS_EACH(t, T) add_code_products(sum[r][t], w[t], a);
