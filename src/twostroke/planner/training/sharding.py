@@ -262,10 +262,10 @@ def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy) -> tuple[float, f
 
 @lru_cache(maxsize=4096)
 def _adapted(spec: ModelSpec, targets: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """(products with an adapter, adapters of the layer that has most)."""
-    layers = [[(p.name, targeted(p, targets, spec.family)) for p in kind.matrices] for kind, _ in layer_kinds(spec)]
-    names = frozenset(name for layer in layers for name, outputs in layer if outputs)
-    return names, max(sum(len(outputs) for _, outputs in layer) for layer in layers)
+    """(products with an adapter, adapters that a token passes in the layer that has most)."""
+    layers = [[(p, len(targeted(p, targets, spec.family))) for p in kind.matrices] for kind, _ in layer_kinds(spec)]
+    names = frozenset(p.name for layer in layers for p, n_adapters in layer if n_adapters)
+    return names, max(sum(p.active * n_adapters for p, n_adapters in layer) for layer in layers)
 
 
 def rank_shape(shape: TrainingShape, layout: Layout) -> TrainingShape:
