@@ -67,10 +67,11 @@ def write_executorch(source: ExportSource, out: Path, precision: str) -> tuple[s
         "use_sdpa_with_kv_cache": False,
         "enable_dynamic_shape": True,
     }
-    with torch.no_grad():
+    with torch.no_grad(), source.stage("tracing"):
         traced = torch.export.export(program, example, dynamic_shapes=({1: n_tokens}, None))
+    with torch.no_grad(), source.stage("lowering for XNNPACK"):
         lowered = to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()], constant_methods=constants)
-    with (out / MODEL).open("wb") as stream:
+    with source.stage("writing the program"), (out / MODEL).open("wb") as stream:
         lowered.to_executorch().write_to_file(stream)
     write_companions(source, out)
     return notes_of(spec)

@@ -62,9 +62,11 @@ def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, 
     parameters = {id(one): one.nbytes for one in program.parameters()}
     require_space(out, sum(parameters.values()))  # the package's compiler ends the process if a write fails
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-        converter.convert().export(str(out / MODEL))
+        with source.stage("tracing and converting"):
+            converter.convert().export(str(out / MODEL))
         if precision != "fp32":
-            _round(out / MODEL, precision)
+            with source.stage("rounding"):
+                _round(out / MODEL, precision)
     write_companions(source, out)
     return notes_of(source.spec)
 

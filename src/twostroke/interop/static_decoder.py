@@ -160,36 +160,45 @@ def _attended(
 
 
 class _EveryExpert(nn.Module):
-    """Σ share_e · down_e(activation(gate_e(x)) · up_e(x)) over all experts, as one product (X·2F outputs) and another (X·F
-    inputs), and the shared experts. The share of an expert that was not chosen is 0."""
+    """Σ share_e · down_e(activation(gate_e(x)) · up_e(x)) over all experts, as one product (2·X·F outputs) and another (X·F
+    inputs), and the shared experts. The share of an expert that was not chosen is 0.
+
+    All gates come before all ups, so that both are parts of (1, T, 2·X·F): ExecuTorch 1.5.1 takes the number of tokens for
+    fixed where a tensor is split whose first dimension it is.
+    """
 
     def __init__(self, mlp: ExpertsMlp) -> None:
         super().__init__()
         x = mlp.moe.n_experts
         up, down = mlp.expert_gate_up, mlp.expert_down
-        self.gate_up = _linear(up.weight.detach(), up.bias)
+
+        def gates_first(rows: Tensor) -> Tensor:
+            return rows.detach().unflatten(0, (x, 2, -1)).transpose(0, 1).flatten(0, 2)
+
+        self.gate_up = _linear(gates_first(up.weight), None if up.bias is None else gates_first(up.bias))
         self.down = _linear(down.weight.detach().unflatten(0, (x, -1)).transpose(0, 1).flatten(1), None)  # (E, X·F)
         self.down_bias = None if down.bias is None else nn.Parameter(down.bias.detach().view(x, -1))
         del mlp.expert_gate_up, mlp.expert_down
         self.mlp = mlp
 
     def forward(self, normed: Tensor) -> Tensor:
-        mlp, x = self.mlp, normed[0]
-        shares, chosen = choose_experts(mlp.moe, mlp.router(x), mlp.correction_bias)
-        is_chosen = chosen[..., None] == torch.arange(mlp.moe.n_experts)  # (T, k, X)
-        share = torch.where(is_chosen, shares[..., None], 0.0).sum(dim=1)  # (T, X)
-        gate, up = self.gate_up(x).unflatten(-1, (mlp.moe.n_experts, -1)).chunk(2, dim=-1)
-        y = self.down((mlp.activation(gate, up) * share[..., None]).flatten(1))
+        mlp, n = self.mlp, self.mlp.moe.n_experts
+        shares, chosen = choose_experts(mlp.moe, mlp.router(normed)[0], mlp.correction_bias)
+        is_chosen = chosen[..., None] == torch.arange(n)  # (T, k, X)
+        share = torch.where(is_chosen, shares[..., None], 0.0).sum(dim=1)[None]  # (1, T, X)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        inner = mlp.activation(gate, up).view(1, -1, n, self.down.in_features // n) * share[..., None]
+        y = self.down(inner.view(1, -1, self.down.in_features))
         if self.down_bias is not None:
             y = y + share @ self.down_bias
-        return mlp.with_shared(y, x)[None]
+        return mlp.with_shared(y, normed)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight)
     if bias is not None:
-        linear.bias = nn.Parameter(bias.detach())
+        linear.bias = nn.Parameter(bias)
     return linear
 
 

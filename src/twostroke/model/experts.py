@@ -118,7 +118,7 @@ class ExpertsMlp(nn.Module):
             y = self._with_losses(y, logits, chosen)
         return y.view(normed.shape)
 
-    def with_shared(self, y: Float[Tensor, "n E"], x: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+    def with_shared(self, y: Float[Tensor, "*n E"], x: Float[Tensor, "*n E"]) -> Float[Tensor, "*n E"]:
         """``y`` with what the shared experts make of ``x``, if there are any."""
         if not self.has_shared:
             return y
