@@ -30,11 +30,13 @@ _TESTS = """
 - `openvino`: logits of OpenVINO for the same models, from the cache; codes multiplied in fp32. 64 greedy tokens.
   The cache is inputs and outputs, for OpenVINO's own runtime; OpenVINO GenAI wants a state inside the model and is not tested.
   The tokenizer stays a Hugging Face file.
-- `executorch`: logits of ExecuTorch's own runtime, fp32, one model of each operation of the dense families, and of the other
+- `executorch`: logits of ExecuTorch's own runtime, fp32, one model of each operation of the families, and of the other
   precisions; 64 greedy tokens of a chat (`tests/interop/test_static_decoder.py`, `make soak`). Products and attention run in
   XNNPACK, writes to the cache and the means of norms in portable kernels. Inputs of int8 and int4 products are rounded to 8
   bits a token; int8 has a scale an output, int4 groups of 32 (8da4w) and a head in int8. Methods and metadata are those of its
-  text runners, which are not tested.
+  text runners, which are not tested. Of a mixture each token passes every expert, because neither runtime multiplies by
+  matrices that a value chooses: the report says how many. Routers stay in fp32. Latent attention caches the keys and values of
+  every head.
 - `litert`: the same of LiteRT's interpreter. Both keep at most 2,048 tokens.
 - `gguf`: logits of llama.cpp, fp32, one model of each family below whose windows and scaling llama.cpp computes as transformers
   does, and 64 greedy tokens of those without GELU, for which llama.cpp has a table in fp16; several precisions on trained
@@ -55,27 +57,20 @@ def _row(name: str) -> str:
     return f"| `{name}` | {row.summary} | {', '.join(row.precisions)} | {packages} | {row.tested_by} |\n"
 
 
-def _is_dense(name: str) -> bool:
-    """Whether the family's configuration is read beside other dense ones: neither experts nor latent attention."""
-    return FAMILIES[name].parse.__module__.rpartition(".")[2] not in ("experts", "latent")
-
-
 def _families() -> str:
-    lines = ["| model_type | hf, onnx, openvino | mlx | executorch, litert | gguf |", "|---|---|---|---|---|"]
+    lines = ["| model_type | hf, onnx, openvino, executorch, litert | mlx | gguf |", "|---|---|---|---|"]
     in_gguf = {name for row in GGUF_FAMILIES.values() for name in row.families}
     for name in FAMILIES:
         in_codes = "fp32, bf16, fp16" if name == "gpt2" else "all"
         by_mlx = in_codes if name in mlx.READ else "refused"
-        by_phones, by_gguf = ("all" if known else "refused" for known in (_is_dense(name), name in in_gguf))
-        lines.append(f"| `{name}` | all | {by_mlx} | {by_phones} | {by_gguf} |")
+        lines.append(f"| `{name}` | all | {by_mlx} | {'all' if name in in_gguf else 'refused'} |")
     return "\n".join(lines) + "\n"
 
 
 _WHY = """
 Refused by `mlx`: mlx-lm has no such family, or reads another layout of it than ours. Its sliding windows are computed in some
-families alone; the report says where they are not. By `executorch` and `litert`: experts and latent attention.
-By `gguf`: no architecture of it is read here. A model whose file would not read back as it was is refused, and
-the field that differs is named.
+families alone; the report says where they are not. By `gguf`: no architecture of it is read here. A model whose file would not
+read back as it was is refused, and the field that differs is named.
 """
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.data.tokenizer import train_tokenizer
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "d_ff": 128},
     # About six million parameters: the size that the five-second start is promised for.
     "6M": {"n_layers": 8, "d_model": 256, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "d_ff": 512},
-}
+    "experts": {
+        "n_layers": 4, "d_model": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "d_ff": 256, "family": "qwen3_moe",
+        "qk_norm": True, "moe": MoeSpec(8, 2, 64),
+    },
+}  # fmt: skip
 
 
 def make_model(directory: Path, size: str = "tiny", vocab_size: int = 512, seed: int = 0) -> Path:
@@ -23,9 +28,8 @@ def make_model(directory: Path, size: str = "tiny", vocab_size: int = 512, seed:
     text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
     tokenizer_file = directory.with_suffix(".tokenizer.json")
     tokenizer = train_tokenizer(iter([text]), vocab_size, tokenizer_file)
-    spec = ModelSpec(
-        "llama", tokenizer.get_vocab_size(), max_positions=512, tied_embeddings=True, eos_token_ids=(0,), **SIZES[size]
-    )
+    sizes = {"family": "llama", "max_positions": 512, "tied_embeddings": True, "eos_token_ids": (0,)} | SIZES[size]
+    spec = ModelSpec(vocab_size=tokenizer.get_vocab_size(), **sizes)
     decoder = Decoder(spec)
     initialise(decoder, seed)
     save_model(decoder, spec, directory, "fp32", tokenizer_file)

@@ -92,10 +92,10 @@ def error(got: Any, wanted: torch.Tensor) -> float:
     return float((torch.tensor(got) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
 
 
-def assert_answers_as_we_do(name: str, script: str, folder: Path) -> None:
+def assert_answers_as_we_do(name: str, script: str, folder: Path, size: str = "6M") -> None:
     """64 greedy tokens of a chat with a trained model, exported to the format ``name``, with our tokenizer and template:
     ``script`` finds [prompt ids, answer ids]."""
-    source = make_model(folder / "source", "6M")
+    source = make_model(folder / "source", size)
     (source / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     )

@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from hf_models import save_reference
 from small_models import SPECS, decoder_of, saved
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families import layout
 from twostroke.interop.export_model import export_model
 from twostroke.interop.import_model import import_model
 from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME, save_adapters
-from twostroke.model.adapters import AdapterSettings, attach_adapters, peft_weights
+from twostroke.model.adapters import AdapterSettings, attach_adapters, parts_of, peft_weights
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # transformers' own
+    # peft looks for patterns of parameters among modules alone, and applies them
+    pytest.mark.filterwarnings(r"ignore:The following \w+_pattern keys did not match:RuntimeWarning"),
 ]
 
 TOKENS = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(5))
@@ -46,8 +50,12 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def ours(name: str, targets: tuple[str, ...]) -> tuple[Decoder, AdapterSettings]:
-    settings = AdapterSettings(4, 10.0, targets)
-    decoder = decoder_of(name)
+    return adapted(decoder_of(name), targets)
+
+
+def adapted(decoder: Decoder, targets: tuple[str, ...], **settings_of: Any) -> tuple[Decoder, AdapterSettings]:
+    """``decoder`` with adapters whose B is not 0."""
+    settings = AdapterSettings(4, 10.0, targets, **settings_of)
     attach_adapters(decoder, decoder.spec, settings, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -129,6 +137,80 @@ def test_adapters_trained_on_nf4_are_merged_into_what_nf4_left(tmp_path: Path) -
     close(load_model(directory)(TOKENS), decoder(TOKENS))
     report = export_model(directory, tmp_path / "merged", merge=True)
     assert any("NF4" in note for note in report.notes)
+
+
+MIXTURES = {
+    "mixtral": ("gate_up_proj", "down_proj", "q_proj"),
+    "qwen2_moe": ("experts.gate_up_proj", "experts.down_proj", "shared_expert.down_proj"),
+    "qwen3_moe": ("all-linear", "experts.down_proj"),
+    "olmoe": ("experts.gate_up_proj",),
+    "granitemoe": ("gate_up_proj", "down_proj"),
+    "glm4_moe": ("all-linear", "gate_up_proj", "down_proj"),
+    "minimax_m2": ("gate_up_proj", "down_proj"),
+    "deepseek_v2": ("gate_up_proj", "down_proj", "up_proj"),
+    "deepseek_v3": ("all-linear", "gate_up_proj", "down_proj"),
+    "gpt_oss": ("gate_up_proj", "down_proj", "v_proj"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", sorted(MIXTURES))
+def test_experts_adapters_in_peft(case: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    plain = save_reference(case, tmp_path / "base")
+    decoder, settings = adapted(load_model(tmp_path / "base"), MIXTURES[case])
+    directory = save(decoder, settings, tmp_path / "base", tmp_path / "adapters")
+    unmerged = decoder(TOKENS)
+    assert (plain(TOKENS).logits - unmerged).abs().max() > 100 * TOLERANCE * unmerged.abs().max()
+    theirs = PeftModel.from_pretrained(transformers_base(tmp_path / "base"), directory).eval()
+    close(theirs(TOKENS).logits, unmerged)
+    close(load_model(directory)(TOKENS), unmerged)
+    export_model(directory, tmp_path / "merged", merge=True, precision="fp32")
+    close(transformers_base(tmp_path / "merged")(TOKENS).logits, unmerged)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", sorted(MIXTURES))
+def test_pefts_experts_here(case: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_reference(case, tmp_path / "base")
+    parameters = ["experts.down_proj"] if case == "olmoe" else ["experts.gate_up_proj", "experts.down_proj"]
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, lora_alpha=10, target_modules=["o_proj"], target_parameters=parameters, init_lora_weights=False,
+        rank_pattern={"experts.down_proj": 2}, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = get_peft_model(transformers_base(tmp_path / "base"), config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    close(load_model(tmp_path / "theirs")(TOKENS), model(TOKENS).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_adapters_of_every_expert_by_itself_as_transformers_4_had_them(case: str, tmp_path: Path) -> None:
+    """PEFT 0.21 joins such adapters when it reads them."""
+    from peft import PeftModel
+
+    save_reference(case, tmp_path / "base")
+    decoder = load_model(tmp_path / "base")
+    generator, tensors = torch.Generator().manual_seed(4), {}
+    targets = [t for e in layout(decoder.spec) if e.matrix is not None and e.matrix.copies > 1 for t in parts_of(e)]
+    for target in targets:
+        for which, shape in (("A", (4, target.columns)), ("B", (target.rows, 4))):
+            name = f"base_model.model.{target.stored}.lora_{which}.weight"
+            tensors[name] = 0.3 * torch.randn(shape, generator=generator)
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors, tmp_path / "theirs" / WEIGHTS_NAME)
+    document = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 10,
+        "base_model_name_or_path": str(tmp_path / "base"), "target_modules": sorted({t.name for t in targets}),
+    }  # fmt: skip
+    (tmp_path / "theirs" / CONFIG_NAME).write_text(json.dumps(document))
+    wanted = PeftModel.from_pretrained(transformers_base(tmp_path / "base"), tmp_path / "theirs").eval()(TOKENS).logits
+    close(load_model(tmp_path / "theirs")(TOKENS), wanted)
+    assert (decoder(TOKENS) - wanted).abs().max() > 100 * TOLERANCE * wanted.abs().max()
 
 
 class TestRefusals:

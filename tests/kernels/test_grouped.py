@@ -45,3 +45,14 @@ def test_each_row_meets_its_experts_matrix_where_rows_are_many() -> None:
     x, weight = torch.randn(449, 12, generator=generator), torch.randn(4, 10, 12, generator=generator)
     plain = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts.tolist()), weight, strict=True)])
     torch.testing.assert_close(grouped_linear(x, weight, counts.cumsum(0)), plain)
+
+
+def test_frozen_matrices_keep_no_rows_and_get_no_gradient() -> None:
+    x, weight, ends = torch.randn(5, 4, requires_grad=True), torch.randn(2, 3, 4), torch.tensor([2, 5])
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
+        y = grouped_linear(x, weight, ends)
+    assert sorted(tensor.numel() for tensor in kept) == [2, 24]  # the ends and the matrices themselves
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, torch.cat([weight[0].sum(0).expand(2, 4), weight[1].sum(0).expand(3, 4)]))
+    torch.library.opcheck(torch.ops.twostroke.grouped_linear, (x.detach(), weight.requires_grad_(), ends))

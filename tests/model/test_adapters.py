@@ -8,7 +8,17 @@ import torch
 from small_models import SPECS, decoder_of, saved
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.model.adapter_directory import WEIGHTS_NAME, base_directory, fingerprint, save_adapters
-from twostroke.model.adapters import AdapterSettings, all_targets, attach_adapters, choose_targets, peft_names
+from twostroke.model.adapters import (
+    AdapterSettings,
+    LowRankExperts,
+    Nf4Experts,
+    Target,
+    all_targets,
+    attach_adapters,
+    choose_targets,
+    nf4_round_trip,
+    peft_names,
+)
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 
@@ -29,7 +39,7 @@ def adapted(name: str, *targets: str, rank: int = 3, alpha: float = 6.0, dropout
 
 
 def saved_adapters(decoder: Decoder, settings: AdapterSettings, base: Path, directory: Path) -> Path:
-    names = peft_names(decoder.spec)
+    names = peft_names(choose_targets(decoder.spec, settings.targets))
     weights = {names[name]: p.detach() for name, p in decoder.named_parameters() if p.requires_grad}
     return save_adapters(weights, decoder.spec, settings, base, directory, base)
 
@@ -40,7 +50,7 @@ def test_fresh_adapters_change_nothing_and_leave_nothing_else_to_train(name: str
     attach_adapters(decoder, decoder.spec, AdapterSettings(3, 6.0, ("all-linear",)), seed=1)
     assert torch.equal(decoder(TOKENS), plain(TOKENS))
     trained = {n for n, p in decoder.named_parameters() if p.requires_grad}
-    assert trained == set(peft_names(decoder.spec))
+    assert trained == set(peft_names(choose_targets(decoder.spec, ("all-linear",))))
     assert all(".adapters." in n for n in trained)
 
 
@@ -83,6 +93,48 @@ def test_dropout_drops_in_training_only_and_only_before_the_adapter() -> None:
     # E[dropout(x)] = x, so the mean over many draws is the undropped product; 3000 draws leave 1/√3000 of its spread.
     mean = sum(layer(x) - base for _ in range(3000)) / 3000
     assert (mean - (kept - base)).std() < 0.05 * (kept - base).std()
+
+
+EXPERT, ENDS = torch.tensor([0, 0, 0, 2, 2, 3]), torch.tensor([3, 3, 5, 6])
+
+
+def rows_by_hand(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    return torch.stack([matrices[expert] @ row for row, expert in zip(x, EXPERT.tolist(), strict=True)])
+
+
+def test_experts_adapters_are_two_thin_products_an_expert_with_their_gradients() -> None:
+    torch.manual_seed(3)
+    adapter = LowRankExperts(Target("m", "s", 0, 5, 8, copies=4), 2, 1.5, 0.0, torch.device("cpu"))
+    with torch.no_grad():
+        adapter.a.normal_()
+        adapter.b.normal_()
+    x = torch.randn(6, 8, requires_grad=True)
+    a, b = (factor.detach().unflatten(0, (4, -1)).requires_grad_() for factor in (adapter.a, adapter.b))
+    upstream = torch.randn(6, 5)
+    wanted = rows_by_hand(x, 1.5 * b @ a)
+    of_x, of_a, of_b = torch.autograd.grad(wanted, (x, a, b), upstream)
+    y = adapter(x, ENDS, EXPERT)
+    found = torch.autograd.grad(y, (x, adapter.a, adapter.b), upstream)
+    torch.testing.assert_close(y, wanted)
+    for one, other in zip(found, (of_x, of_a.flatten(0, 1), of_b.flatten(0, 1)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("block", [8, 64])
+def test_experts_in_nf4_compute_what_each_of_them_stands_for(double: bool, block: int) -> None:
+    """A block of 64 holds more than an expert's 40 weights: none shares one with another."""
+    torch.manual_seed(4)
+    weight, bias = torch.randn(20, 8) * torch.arange(1, 21)[:, None], torch.nn.Parameter(torch.randn(20))
+    experts = Nf4Experts(weight, 4, bias, block, double)
+    rounded = torch.stack([nf4_round_trip(one, block, double) for one in weight.unflatten(0, (4, -1))])
+    assert torch.equal(nf4_round_trip(weight, block, double, 4), rounded.flatten(0, 1))
+    x, upstream = torch.randn(6, 8, requires_grad=True), torch.randn(6, 5)
+    wanted = rows_by_hand(x, rounded) + bias.unflatten(0, (4, -1))[EXPERT]
+    (of_x,) = torch.autograd.grad(wanted, x, upstream)
+    y = experts(x, ENDS, EXPERT)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(torch.autograd.grad(y, x, upstream)[0], of_x)
 
 
 class TestTargets:

@@ -16,10 +16,10 @@ from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, CorruptFileError, Interrupted
 from twostroke.core.profile import MachineProfile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.interop.import_model import import_model
-from twostroke.model.adapters import peft_names
+from twostroke.model.adapters import all_targets, peft_names
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
 from twostroke.model.load import load_model, load_state
@@ -45,6 +45,19 @@ def base(tokenizer: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def mixture(tokenizer: Path, tmp_path: Path) -> Path:
+    """Experts in the second layer, with a shared one."""
+    spec = ModelSpec(
+        "qwen2_moe", load_tokenizer(tokenizer).get_vocab_size(), n_layers=2, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8,
+        d_ff=48, max_positions=96, tied_embeddings=True, eos_token_ids=(0,), qkv_bias=True,
+        moe=MoeSpec(5, 2, 24, n_shared_experts=1, d_shared=40, layers=(1,), shared_gate=True),
+    )  # fmt: skip
+    decoder = Decoder(spec)
+    initialise(decoder, 7)
+    return save_model(decoder, spec, tmp_path / "mixture", "fp32", tokenizer)
+
+
+@pytest.fixture
 def chats(tmp_path: Path) -> Path:
     file = tmp_path / "chats.jsonl"
     records = [{"instruction": f"def {i} if", "output": f"return {i} while not {i % 3}"} for i in range(60)]
@@ -54,13 +67,15 @@ def chats(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(base: Path, chats: Path, tmp_path: Path) -> Make:
-    def recipe(name: str = "run", method: str = "lora", lora: dict[str, Any] | None = None, **train: Any) -> TrainRecipe:
+    def recipe(
+        name: str = "run", method: str = "lora", lora: dict[str, Any] | None = None, on: Path = base, **train: Any
+    ) -> TrainRecipe:
         settings = {"steps": 4, "batch_size": 2, "sequence_length": 64, "compile": False, "dtype": "fp32", "weight_decay": 0.0}
         return recipe_from_dict(
             {
                 "method": method,
                 "output": str(tmp_path / name),
-                "model": {"init_from": str(base)},
+                "model": {"init_from": str(on)},
                 "data": {"sources": [str(chats)], "layout": "alpaca"},
                 "train": settings | {"learning_rate": 1e-2} | train,
             }
@@ -134,7 +149,7 @@ def test_checkpoints_hold_adapters_and_their_optimizer_and_nothing_else(make: Ma
     result = train(make())
     checkpoint = load_checkpoint(_last(result))
     spec, _ = load_state(result.model)
-    assert set(checkpoint.weights) == set(peft_names(spec))
+    assert set(checkpoint.weights) == set(peft_names(list(all_targets(spec))))
     assert {key.partition("::")[0] for key in checkpoint.optimizer} == set(checkpoint.weights)
     assert result.summary["n_trained_parameters"] == sum(w.numel() for w in checkpoint.weights.values())
     assert result.summary["measurement"]["model_bytes"] < (result.directory.parent / "base/model.safetensors").stat().st_size
@@ -281,3 +296,46 @@ def test_a_run_of_adapters_can_be_looked_into_and_ends_the_same(make: Make, meth
     assert len(line["activations"]["mlp_rms"]) == 2
     samples = [json.loads(text) for text in (watched.directory / "samples.jsonl").read_text().splitlines()]
     assert [(s["step"], s["prompt"]) for s in samples] == [(2, "def 3 if"), (4, "def 3 if")]
+
+
+EXPERTS: dict[str, Any] = {"rank": 3, "targets": ["all-linear", "gate_up_proj", "down_proj"], "dropout": 0.1}
+
+
+class TestExperts:
+    @pytest.mark.parametrize(("method", "dtype"), [("lora", "fp32"), ("qlora", "bf16"), ("qlora", "fp16")])
+    def test_a_resumed_run_is_the_uninterrupted_one(self, make: Make, mixture: Path, method: str, dtype: str) -> None:
+        settings: dict[str, Any] = {"method": method, "dtype": dtype, "lora": EXPERTS, "on": mixture, "steps": 6}
+        whole = train(make("whole", **settings))
+        with pytest.raises(Interrupted):
+            train(make("resumed", **settings), should_stop=lambda done: done == 3)
+        resumed = train(make("resumed", **settings), resume=True)
+        files = [(result.model / "adapter_model.safetensors").read_bytes() for result in (whole, resumed)]
+        assert files[0] == files[1]
+        losses = [record["loss"] for record in _log(whole.directory)]
+        assert losses[-1] < losses[0]
+
+    @pytest.mark.parametrize("method", ["lora", "qlora"])
+    def test_the_written_model_is_what_was_trained(self, make: Make, mixture: Path, method: str) -> None:
+        from twostroke.training.adapters import load_adapted
+        from twostroke.training.precision import MasterWeights
+
+        recipe = make(method=method, lora=EXPERTS, on=mixture)
+        result = train(recipe)
+        decoder = load_adapted(recipe, torch.device("cpu"))
+        weights = load_checkpoint(_last(result)).weights
+        MasterWeights(decoder, torch.float32).load(weights)
+        tokens = torch.arange(40)[None] % 200
+        with torch.no_grad():
+            unmerged, merged = decoder.eval()(tokens), load_model(result.model)(tokens)
+        assert (merged - unmerged).abs().max() <= 1e-4 * unmerged.abs().max()
+        moved = weights["blocks.1.mlp.expert_down.adapters.down_proj.b"].unflatten(0, (5, -1)).abs().amax(dim=(1, 2))
+        assert (moved > 0).all()  # of every expert
+
+    def test_what_they_hold_is_predicted(self, make: Make, mixture: Path, profile: MachineProfile) -> None:
+        for method in ("lora", "qlora"):
+            result = train(make(method, method=method, dtype="bf16", lora=EXPERTS, on=mixture))
+            predicted, measured = result.summary["prediction"], result.summary["measurement"]
+            # Small scales of small matrices: their own scale and mean are four bytes each, an expert.
+            assert measured["weights_bytes"] == pytest.approx(predicted["weights_bytes"], rel=0.01)
+            assert measured["gradients_bytes"] == predicted["gradients_bytes"]
+            assert measured["optimizer_bytes"] == pytest.approx(predicted["optimizer_bytes"], rel=0.01)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from twostroke.core.errors import CorruptFileError
-from twostroke.core.spec import ModelSpec
+from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.core.train_settings import TrainSettings
 from twostroke.model.decoder import Decoder
 from twostroke.training.optimizers import MUON_MOMENTUM, Optimizers, matrix_parts
@@ -48,9 +50,15 @@ def test_muon_orthogonalises_each_packed_matrix_alone(name: str, rows: list[int]
     assert not torch.allclose(masters.weights[key], whole, atol=1e-3)
 
 
+def test_every_experts_factor_is_a_matrix_of_its_own() -> None:
+    spec = dataclasses.replace(SPEC, family="mixtral", moe=MoeSpec(3, 1, 24))
+    assert matrix_parts("blocks.0.mlp.expert_down.adapters.down_proj.a", 12, spec) == {"0": 4, "1": 4, "2": 4}
+    assert matrix_parts("blocks.0.attn.qkv.adapters.q_proj.b", 16, spec) == {}
+
+
 def test_parts_of_a_packed_matrix_are_all_of_its_rows() -> None:
     for name, weight in _masters().weights.items():
-        rows = matrix_parts(name, SPEC)
+        rows = matrix_parts(name, len(weight), SPEC)
         assert not rows or sum(rows.values()) == weight.shape[0]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from twostroke.core.engines import METHODS, RECOMPUTATIONS, TRAINING_TYPES
 from twostroke.core.families import FAMILIES
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.optimizers import TRAINED
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
 from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
@@ -55,6 +56,7 @@ class TrainingCase:
     optimizer: str = "adamw"
     compile: bool = True
     recomputation: str = "none"
+    targets: tuple[str, ...] = (ALL_LINEAR,)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def trained(name: str, layers: int, width: int, kv_heads: int = 0, vocabulary: i
 
 
 SMALL = trained("llama-192", 4, 192)
+MIXTURE = trained("mixtral-384", 4, 384, 2, family="mixtral")
+EXPERTS = ("gate_up_proj", "down_proj")
 
 WRITTEN_TRAINING = (
     TrainingCase("tiny-short", trained("tiny", 2, 128, vocabulary=1024), 8, 128),
@@ -121,6 +125,9 @@ WRITTEN_TRAINING = (
     TrainingCase("lora-small", SMALL, 4, 128, method="lora"),
     TrainingCase("lora-512", trained("llama-512", 6, 512), 4, 256, method="lora"),
     TrainingCase("qlora-512", trained("llama-512", 6, 512), 4, 256, method="qlora"),
+    TrainingCase("lora-experts", MIXTURE, 4, 256, method="lora", targets=(ALL_LINEAR, *EXPERTS)),
+    TrainingCase("qlora-experts", MIXTURE, 4, 256, method="qlora", targets=(ALL_LINEAR, *EXPERTS)),
+    TrainingCase("lora-beside-experts", MIXTURE, 4, 256, method="lora"),
 )
 
 TRAINING = (

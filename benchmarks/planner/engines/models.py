@@ -74,7 +74,8 @@ def recipe_of(case: TrainingCase, folder: Path) -> Path:
         "activation_checkpointing": case.recomputation,
     }  # fmt: skip
     lines = [f"method = {json.dumps(case.method)}", f"output = {json.dumps(str(folder / 'runs' / case.name))}"]
-    for name, table in (("model", model), ("data", data), ("train", train)):
+    lora = {"targets": case.targets} if case.method.endswith("lora") else {}
+    for name, table in (("model", model), ("data", data), ("lora", lora), ("train", train)):
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     path = folder / f"{case.name}.toml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

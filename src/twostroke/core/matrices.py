@@ -19,7 +19,7 @@ _PLACES = {"attention": "attn", "mlp": "mlp"}
 
 
 ALL_LINEAR = "all-linear"
-"""The name in ``lora.targets`` that stands for every matrix of the blocks."""
+"""The name in ``lora.targets`` that stands for every matrix of the blocks that is a module: experts' are parameters."""
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,9 @@ class LoraRecipe:
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W·x + ``alpha``/``rank`` · B·A·dropout(x), W itself frozen.
 
     ``targets`` are modules by their names on disk (``q_proj``, ``mlp.c_proj``), or "all-linear" for every matrix of the
-    blocks. Under method = "qlora" (Dettmers et al. 2023, arXiv:2305.14314) all matrices of the blocks are held in NF4, 4 bits
-    and one scale for each ``nf4_block`` values; ``double_quantization`` holds those scales in 8 bits.
+    blocks but those of experts, which are ``experts.gate_up_proj`` and ``experts.down_proj`` in every family. Under
+    method = "qlora" (Dettmers et al. 2023, arXiv:2305.14314) all matrices of the blocks are held in NF4, 4 bits and one scale
+    for each ``nf4_block`` values; ``double_quantization`` holds those scales in 8 bits.
     """
 
     rank: int = 16

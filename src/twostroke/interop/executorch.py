@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.static_decoder import GROUP, StaticDecoder, length_notes, require_groups, write_companions
+from twostroke.interop.static_decoder import GROUP, StaticDecoder, is_rounded, notes_of, require_groups, write_companions
 
 MODEL = "model.pte"
 _BITS = {"int8": 8, "int4": 4}
@@ -43,15 +43,14 @@ class _WithCache(nn.Module):
 def write_executorch(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with the program, the tokenizer and the configuration. In int8 and int4 inputs of products are rounded to 8
     bits a token as they come; int4 is symmetric in groups of 32 with a head in 8 bits, the embedding is fp32. Memory:
-    several times the model in fp32. Raises ConfigError for a model that is not dense, or in int4 if 32 does not divide what
-    its products read."""
+    several times the model in fp32. Raises ConfigError in int4 if 32 does not divide what its products read."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
     spec = source.spec
     if precision == "int4":
         require_groups(spec, "executorch")
-    decoder = StaticDecoder(source, "executorch").eval()
+    decoder = StaticDecoder(source).eval()
     if precision in _BITS:
         _round(decoder, _BITS[precision])
     program = _WithCache(decoder)
@@ -68,13 +67,14 @@ def write_executorch(source: ExportSource, out: Path, precision: str) -> tuple[s
         "use_sdpa_with_kv_cache": False,
         "enable_dynamic_shape": True,
     }
-    with torch.no_grad():
+    with torch.no_grad(), source.stage("tracing"):
         traced = torch.export.export(program, example, dynamic_shapes=({1: n_tokens}, None))
+    with torch.no_grad(), source.stage("lowering for XNNPACK"):
         lowered = to_edge_transform_and_lower(traced, partitioner=[XnnpackPartitioner()], constant_methods=constants)
-    with (out / MODEL).open("wb") as stream:
+    with source.stage("writing the program"), (out / MODEL).open("wb") as stream:
         lowered.to_executorch().write_to_file(stream)
     write_companions(source, out)
-    return length_notes(spec)
+    return notes_of(spec)
 
 
 def _round(decoder: StaticDecoder, bits: int) -> None:
@@ -88,5 +88,5 @@ def _round(decoder: StaticDecoder, bits: int) -> None:
             weight_dtype=kind, weight_granularity=granularity, weight_mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR
         )
 
-    quantize_(decoder.decoder.blocks, config(bits))
+    quantize_(decoder.decoder.blocks, config(bits), is_rounded)
     quantize_(decoder.head, config(8))

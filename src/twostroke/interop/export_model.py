@@ -17,6 +17,7 @@ from twostroke.core.families import layout, read_config
 from twostroke.interop.export_targets import TARGETS, ExportSource, target_of
 from twostroke.interop.import_model import CheckedState
 from twostroke.interop.peft import lazy_state, tokenizer_directory
+from twostroke.interop.stages import Stages
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
 from twostroke.model.load import open_weights
 from twostroke.model.save import fill_directory, require_writable, written_aside
@@ -87,9 +88,10 @@ def export_model(
     if adapters and chosen != "fp32":
         remedy = "; --precision fp32 keeps them." if "fp32" in row.precisions else "."
         notes.append(f"merged weights are rounded to {chosen}{remedy}")
-    state = CheckedState(lazy_state(spec, get), progress)
+    stages = Stages(row.stages, progress)
+    state = CheckedState(lazy_state(spec, get), stages.read)
     importance = measure(found) if measure is not None and chosen in row.weighed else None
-    model = ExportSource(found, spec, state, tokenizer_directory(found, base), importance)
+    model = ExportSource(found, spec, state, tokenizer_directory(found, base), importance, stages.stage)
     if row.suffix:
         out = Path(os.path.abspath(out))
         with file_beside(out) as aside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +22,15 @@ if TYPE_CHECKING:  # the command's help reads this table without torch
 class ExportSource:
     """A model to write: its spec, its canonical tensors, each read on access and checked to be finite (a read also moves the
     progress bar), and the directory with its ``tokenizer.json``, None if it has none. ``importance``, by canonical name: the
-    mean square of each column's inputs on a text, where one was given."""
+    mean square of each column's inputs on a text, where one was given. ``with stage(name)`` tells the bar what is done, by a
+    name of ``ExportTarget.stages``."""
 
     directory: Path
     spec: ModelSpec
     state: Mapping[str, Tensor]
     tokenizer: Path | None
     importance: Mapping[str, Tensor] | None = None
+    stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
 
 Writer = Callable[[ExportSource, Path, str], tuple[str, ...]]
@@ -40,7 +43,8 @@ class ExportTarget:
     """``precisions`` are those that its writer knows, the default first. ``packages`` maps what it imports to what pip calls
     it. ``files`` are names of files that it writes beside those of a model directory; ``suffix`` is that of a target of one
     file. ``refused`` says why nothing is written. ``tested_by`` names the program that opens the result in a test.
-    ``weighed`` are the precisions whose rounding a text can guide."""
+    ``weighed`` are the precisions whose rounding a text can guide. ``stages`` are what its writer does after the model has been
+    read, where that is long."""
 
     name: str
     summary: str
@@ -52,6 +56,7 @@ class ExportTarget:
     refused: str = ""
     tested_by: str = ""
     weighed: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
 
     def load_writer(self) -> Writer:
         """Its function. Raises InputError, naming what is missing, if a package is not installed, or why it is refused."""
@@ -115,6 +120,7 @@ _ROWS = (
         "twostroke.interop.executorch:write_executorch",
         packages={"executorch": "executorch"},
         files=("model.pte",),
+        stages=("tracing", "lowering for XNNPACK", "writing the program"),
         tested_by="ExecuTorch on a CPU",
     ),
     ExportTarget(
@@ -124,6 +130,7 @@ _ROWS = (
         "twostroke.interop.litert:write_litert",
         packages={"litert_torch": "litert-torch"},
         files=("model.tflite",),
+        stages=("tracing and converting", "rounding"),
         tested_by="LiteRT on a CPU",
     ),
     ExportTarget(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from twostroke.core.aside import require_space
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.static_decoder import StaticDecoder, length_notes, require_groups, write_companions
+from twostroke.interop.static_decoder import StaticDecoder, notes_of, require_groups, write_companions
 
 MODEL = "model.tflite"
 PREFILL = 128
@@ -45,13 +45,13 @@ def named(cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with the program, the tokenizer and the configuration. In int8 and int4 inputs of products are rounded to 8
     bits a token as they come; int4 is symmetric in groups of 32 with a head in 8 bits. Memory: several times the model in
-    fp32. Raises OSError if the program in fp32 does not fit on the disk, ConfigError for a model that is not dense, or in int4
-    if 32 does not divide what its products read."""
+    fp32. Raises OSError if the program in fp32 does not fit on the disk, ConfigError in int4 if
+    32 does not divide what its products read."""
     import litert_torch
 
     if precision == "int4":
         require_groups(source.spec, "litert")
-    program = _WithNames(StaticDecoder(source, "litert").eval()).eval()
+    program = _WithNames(StaticDecoder(source).eval()).eval()
     n_prefilled = min(PREFILL, program.decoder.n_context)
     litert_torch.config.show_progress = False
     converter = litert_torch.Converter()
@@ -62,11 +62,13 @@ def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, 
     parameters = {id(one): one.nbytes for one in program.parameters()}
     require_space(out, sum(parameters.values()))  # the package's compiler ends the process if a write fails
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-        converter.convert().export(str(out / MODEL))
+        with source.stage("tracing and converting"):
+            converter.convert().export(str(out / MODEL))
         if precision != "fp32":
-            _round(out / MODEL, precision)
+            with source.stage("rounding"):
+                _round(out / MODEL, precision)
     write_companions(source, out)
-    return length_notes(source.spec)
+    return notes_of(source.spec)
 
 
 def _round(file: Path, precision: str) -> None:

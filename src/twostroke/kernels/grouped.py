@@ -6,7 +6,7 @@ plain loop over experts behind one operator, so that a compiler sees no size tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ def _window(x: Tensor, first: int, n_rows: int) -> Tensor:
     return x[first : first + n_rows] if missing <= 0 else torch.nn.functional.pad(x[first:], (0, 0, 0, missing))
 
 
-def _multiply_each(x: Tensor, of_expert: Callable[[int], Tensor], width: int, ends: Tensor) -> Tensor:
-    """Each expert's rows times its matrix. What it computes beyond its rows the next expert writes again."""
+def multiply_each(x: Tensor, of_expert: Callable[[int], Tensor], width: int, ends: Tensor) -> Tensor:
+    """Each expert's rows times its matrix (inputs, ``width``). What it computes beyond its rows the next one writes again."""
     y = x.new_empty(x.shape[0], width)
     for expert, first, end in _spans(ends):
         n_rows = expert_rows(end - first)
@@ -49,7 +49,7 @@ def _multiply_each(x: Tensor, of_expert: Callable[[int], Tensor], width: int, en
 
 @torch.library.custom_op("twostroke::grouped_linear", mutates_args=())
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _multiply_each(x, lambda expert: weight[expert].t(), weight.shape[1], ends)
+    return multiply_each(x, lambda expert: weight[expert].t(), weight.shape[1], ends)
 
 
 @_multiply.register_fake
@@ -57,28 +57,40 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("twostroke::grouped_linear_backward", mutates_args=())
-def _multiply_backward(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x_gradient = _multiply_each(gradient, lambda expert: weight[expert], weight.shape[2], ends)
+@torch.library.custom_op("twostroke::grouped_linear_input_gradient", mutates_args=())
+def _input_gradient(weight: Tensor, ends: Tensor, gradient: Tensor) -> Tensor:
+    return multiply_each(gradient, lambda expert: weight[expert], weight.shape[2], ends)
+
+
+@_input_gradient.register_fake
+def _(weight: Tensor, ends: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("twostroke::grouped_linear_weight_gradient", mutates_args=())
+def _weight_gradient(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> Tensor:
     weight_gradient = torch.zeros_like(weight)
     for expert, first, end in _spans(ends):
         n_rows = expert_rows(end - first)
         rows = _window(gradient[:end], first, n_rows)  # zeros where x has rows of others
         torch.mm(rows.t(), _window(x, first, n_rows), out=weight_gradient[expert])
-    return x_gradient, weight_gradient
+    return weight_gradient
 
 
-@_multiply_backward.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+@_weight_gradient.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, gradient: Tensor) -> Tensor:
+    return torch.empty_like(weight)
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x, weight, ends = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # frozen experts keep no rows
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_multiply_backward(*ctx.saved_tensors, gradient), None  # type: ignore[attr-defined]
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    of_x = _input_gradient(weight, ends, gradient) if ctx.needs_input_grad[0] else None
+    return of_x, None if x is None else _weight_gradient(x, weight, ends, gradient), None
 
 
 _multiply.register_autograd(_backward, setup_context=_keep)

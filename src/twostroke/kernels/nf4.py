@@ -6,6 +6,7 @@ product at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.core.policy import NF4_BLOCK, NF4_SCALE_BLOCK
+from twostroke.kernels.grouped import multiply_each
 
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -141,4 +143,72 @@ def nf4_linear(x: Tensor, matrix: Nf4Matrix) -> Tensor:
     product: Tensor = _Nf4Product.apply(
         x, matrix.codes, matrix.scales, matrix.scale_scales, matrix.scale_offset, rows, columns, matrix.block
     )
+    return product
+
+
+def stacked(matrices: Sequence[Nf4Matrix]) -> dict[str, Tensor]:
+    """The tensors of matrices of one shape, one after another: those of matrix i are ``tensor[i]``."""
+    return {name: torch.stack([matrix.tensors[name] for matrix in matrices]) for name in matrices[0].tensors}
+
+
+def _of_expert(held: Sequence[Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """The decoded matrix of an expert by its number, from tensors as ``stacked`` makes them and (rows, columns, block)."""
+
+    def decoded(expert: int) -> Tensor:
+        codes, scales, *second = (None if tensor is None else tensor[expert] for tensor in held)
+        assert codes is not None
+        assert scales is not None
+        return dequantize_nf4(Nf4Matrix((sizes[0], sizes[1]), sizes[2], codes, scales, *second), dtype)
+
+    return decoded
+
+
+@torch.library.custom_op("twostroke::grouped_nf4_linear", mutates_args=())
+def _grouped(
+    x: Tensor, codes: Tensor, scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None, ends: Tensor, sizes: list[int]
+) -> Tensor:
+    of_expert = _of_expert((codes, scales, scale_scales, offset), sizes, x.dtype)
+    return multiply_each(x, lambda expert: of_expert(expert).t(), sizes[0], ends)
+
+
+@_grouped.register_fake
+def _(
+    x: Tensor, codes: Tensor, scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None, ends: Tensor, sizes: list[int]
+) -> Tensor:
+    return x.new_empty(x.shape[0], sizes[0])
+
+
+@torch.library.custom_op("twostroke::grouped_nf4_linear_backward", mutates_args=())
+def _grouped_backward(
+    gradient: Tensor, codes: Tensor, scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None, ends: Tensor,
+    sizes: list[int],
+) -> Tensor:  # fmt: skip
+    return multiply_each(gradient, _of_expert((codes, scales, scale_scales, offset), sizes, gradient.dtype), sizes[1], ends)
+
+
+@_grouped_backward.register_fake
+def _(
+    gradient: Tensor, codes: Tensor, scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None, ends: Tensor,
+    sizes: list[int],
+) -> Tensor:  # fmt: skip
+    return gradient.new_empty(gradient.shape[0], sizes[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *held, ctx.sizes = inputs
+    ctx.save_for_backward(*held)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return _grouped_backward(gradient, *ctx.saved_tensors, ctx.sizes), None, None, None, None, None, None
+
+
+_grouped.register_autograd(_backward, setup_context=_keep)
+
+
+def grouped_nf4_linear(x: Tensor, shape: tuple[int, int], block: int, held: Mapping[str, Tensor], ends: Tensor) -> Tensor:
+    """As ``kernels.grouped.grouped_linear``, over frozen matrices of ``shape`` in NF4, which ``held`` has as ``stacked`` makes
+    them: (m, inputs) → (m, outputs), with gradients for ``x`` alone. One expert's matrix is decoded at a time."""
+    tensors = (held["codes"], held["scales"], held.get("scale_scales"), held.get("scale_offset"))
+    product: Tensor = _grouped(x, *tensors, ends, [*shape, block])
     return product

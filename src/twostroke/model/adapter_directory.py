@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,22 @@ from torch import Tensor
 
 from twostroke.core.documents import is_integer, is_number, read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.core.families import layout
+from twostroke.core.families import layout, weight_names
 from twostroke.core.families.reader import Reader
-from twostroke.core.families.weights import Entry
+from twostroke.core.families.weights import Entry, Part
+from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.recipe import check_nf4_block
 from twostroke.core.spec import ModelSpec
-from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
+from twostroke.model.adapters import (
+    AdapterSettings,
+    Target,
+    all_targets,
+    by_expert,
+    choose_targets,
+    nf4_round_trip,
+    parts_of,
+    peft_module,
+)
 from twostroke.model.families import read_entry, write_entry
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
 from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
@@ -47,7 +57,6 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
     "use_bdlora": (None, False),
     "alora_invocation_tokens": (None, []),
 }
@@ -63,7 +72,8 @@ def is_adapter_directory(directory: Path | str) -> bool:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The content of ``adapter_config.json`` and of our own file beside it. ``base`` is the path of the base model."""
+    """The content of ``adapter_config.json`` and of our own file beside it. ``base`` is the path of the base model,
+    ``parameters`` what PEFT adapts as parameters: of experts one that holds all of them."""
 
     base: str
     rank: int
@@ -73,6 +83,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] | None = None
     nf4: tuple[int, bool] | None = None  # block, double quantisation
     fingerprint: str | None = None
+    parameters: tuple[str, ...] = ()
 
     def scale(self, target: Target) -> float:
         """alpha / rank, or alpha / √rank for rsLoRA (Kalajdzievski 2023, arXiv:2312.03732), with the target's own numbers if
@@ -82,9 +93,13 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
+_ANY_BEFORE = ".*\\."
+"""What PEFT writes before a name of its own in patterns."""
+
+
 def _of_pattern(pattern: Mapping[str, float] | None, target: Target, default: float) -> float:
     # PEFT reads the keys as regular expressions. Untrusted ones are not run here, so only plain names are supported.
-    return next((value for name, value in (pattern or {}).items() if target.matches(name)), default)
+    return next((value for name, value in (pattern or {}).items() if target.matches(name.removeprefix(_ANY_BEFORE))), default)
 
 
 def read_adapter_config(directory: Path | str) -> AdapterConfig:
@@ -111,10 +126,14 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
         raise CorruptFileError(f"{file}: base_model_name_or_path={base!r:.100} must name the base model.")
     for name in ("rank_pattern", "alpha_pattern"):
         for key, value in Reader(document).object(name).items():
-            if any(c in key for c in "^$*+?[](){}|\\") or not is_number(value) or not value > 0:
+            plain = key.removeprefix(_ANY_BEFORE)
+            if any(c in plain for c in "^$*+?[](){}|\\") or not is_number(value) or not value > 0:
                 raise ConfigError(
                     f"{file}: {name} has {key!r:.100}: {value!r:.100}; plain module names with numbers above 0 are read."
                 )
+    parameters = document.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise CorruptFileError(f"{file}: target_parameters={parameters!r:.100} must be a list of names.")
     own_file = Path(directory) / OWN_NAME
     own = read_object(own_file) if own_file.is_file() else {}
     nf4 = own.get("nf4")
@@ -123,7 +142,7 @@ def read_adapter_config(directory: Path | str) -> AdapterConfig:
     format = (check_nf4_block(f"{own_file}: block", nf4.get("block")), nf4["double_quantization"]) if nf4 is not None else None
     return AdapterConfig(
         base, rank, float(alpha), bool(document.get("use_rslora")), document.get("rank_pattern"), document.get("alpha_pattern"),
-        format, own.get("base_fingerprint"),
+        format, own.get("base_fingerprint"), tuple(parameters),
     )  # fmt: skip
 
 
@@ -165,14 +184,17 @@ def save_adapters(
     ``tokenizer`` is the directory of a model, whose tokenizer files are copied, or a ``tokenizer.json``.
     """
     chosen = choose_targets(spec, settings.targets)
+    parameters = _peft_parameters(spec, chosen)
     document = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base.resolve()),
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": _peft_targets(spec, settings.targets, chosen),
+        # PEFT opens no adapters of parameters with dropout, which only training would need.
+        "lora_dropout": 0.0 if parameters else settings.dropout,
+        "target_modules": _peft_modules(spec, settings.targets, chosen),
+        **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": any(target.transposed for target in chosen),
         "bias": "none",
         "inference_mode": True,
@@ -196,11 +218,21 @@ def save_adapters(
     return directory
 
 
-def _peft_targets(spec: ModelSpec, wanted: tuple[str, ...], chosen: list[Target]) -> list[str]:
+def _peft_modules(spec: ModelSpec, wanted: tuple[str, ...], chosen: list[Target]) -> list[str]:
     """``wanted`` for PEFT. Some of its releases leave GPT-2's Conv1D out of "all-linear", so names are written instead."""
-    if all(target.matches(name) for name in wanted for target in chosen) and len(chosen) == len(list(all_targets(spec))):
-        return sorted({target.name for target in chosen})
-    return sorted(wanted)
+    every, own = ([target for target in targets if target.parameter is None] for targets in (all_targets(spec), chosen))
+    if ALL_LINEAR in wanted or (len(own) == len(every) and all(target.matches(name) for name in wanted for target in own)):
+        return sorted({target.name for target in own})
+    return sorted(name for name in wanted if any(target.matches(name) for target in own))
+
+
+def _peft_parameters(spec: ModelSpec, chosen: list[Target]) -> list[str]:
+    """The parameters of ``chosen`` for PEFT: without their layer where all layers have them chosen."""
+    every, own = ([t.parameter for t in targets if t.parameter is not None] for targets in (all_targets(spec), chosen))
+    before = f"{weight_names(spec.family).layer}."
+    below = {name: name.removeprefix(before).partition(".")[2] for name in every}
+    whole = {below[name] for name in every} - {below[name] for name in set(every) - set(own)}
+    return sorted({below[name] if below[name] in whole else name for name in own})
 
 
 class _Adapters:
@@ -216,18 +248,22 @@ class _Adapters:
             raise InputError(f"{directory} has no {WEIGHTS_NAME}.{pickled} Save the adapter as safetensors.")
         infos = read_header(file)
         self.targets: dict[str, Target] = {}
+        """By the stored tensor that it is added to, or of experts by the canonical module."""
+        self._names: dict[Target, tuple[str, str]] = {}
+        self._of_experts: tuple[Target, Tensor, Tensor] | None = None  # the last that was read
         expected: set[str] = set()
-        for target in all_targets(spec):
-            a, b = (self._name(target, which) for which in "AB")
+        for target, module in _possible(spec, config):
+            a, b = names = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
             if a not in infos and b not in infos:
                 continue
-            rank = int(_of_pattern(config.rank_pattern, target, config.rank))
+            rank = int(_of_pattern(config.rank_pattern, target, config.rank)) * target.copies
             for name, shape in ((a, (rank, target.columns)), (b, (target.rows, rank))):
                 if name not in infos or infos[name].shape != shape:
                     found = f"has shape {list(infos[name].shape)}" if name in infos else "is missing"
                     raise CorruptFileError(f"{file}: tensor {name!r} {found}; this base needs {list(shape)}.")
                 expected.add(name)
-            self.targets[target.stored] = target
+            self.targets[f"{target.stored}.weight" if target.copies == 1 else target.module] = target
+            self._names[target] = names
         unexpected = sorted(set(infos) - expected)
         if unexpected or not expected:
             named = f"tensor {unexpected[0]!r}, which fits no matrix" if unexpected else "no adapter for any matrix"
@@ -237,15 +273,40 @@ class _Adapters:
         except (safetensors.SafetensorError, OSError) as error:
             raise CorruptFileError(f"{file} cannot be read as safetensors: {error}.") from None
 
-    @staticmethod
-    def _name(target: Target, which: str) -> str:
-        return f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"
-
     def delta(self, target: Target) -> Tensor:
         """scale · B · A in fp32, which merging adds to the target's rows."""
-        a, b = (self._file.get_tensor(self._name(target, which)).float() for which in "AB")
+        a, b = self._factors(target)
         product: Tensor = self.config.scale(target) * (b @ a)
         return product
+
+    def delta_of_experts(self, target: Target, begin: int, rows: int) -> Tensor:
+        """``rows`` rows from ``begin`` on, all of one expert, of the experts' deltas one after another."""
+        expert, first = divmod(begin, target.rows)
+        a, b = self._experts(target)
+        product: Tensor = self.config.scale(target) * (b[expert, first : first + rows] @ a[expert])
+        return product
+
+    def _experts(self, target: Target) -> tuple[Tensor, Tensor]:
+        """A (copies, rank, inputs) and B (copies, outputs, rank)."""
+        if self._of_experts is None or self._of_experts[0] != target:
+            a, b = self._factors(target)
+            self._of_experts = target, a.unflatten(0, (target.copies, -1)), by_expert(target, b).contiguous()
+        return self._of_experts[1:]
+
+    def _factors(self, target: Target) -> tuple[Tensor, Tensor]:
+        a, b = (self._file.get_tensor(name).float() for name in self._names[target])
+        return a, b
+
+
+def _possible(spec: ModelSpec, config: AdapterConfig) -> Iterator[tuple[Target, str]]:
+    """Every matrix that an adapter may be of, and the module of its tensors: of experts together, if the configuration names
+    their parameters, else of each by itself."""
+    every = list(all_targets(spec))
+    chosen = [target for target in every if target.copies > 1 and any(target.matches(name) for name in config.parameters)]
+    yield from ((target, peft_module(target, chosen)) for target in every if target.copies == 1 or target in chosen)
+    for entry in layout(spec):
+        if entry.matrix is not None and entry.matrix.copies > 1 and entry.copies == 1 and not chosen:
+            yield from ((target, peft_module(target, ())) for target in parts_of(entry))
 
 
 def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
@@ -264,29 +325,45 @@ def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
         )
     spec, get = open_base(base)
     adapters = _Adapters(Path(directory), spec, config)
-    entries = {part.name: entry for entry in layout(spec) for part in entry.parts}
-    in_blocks = {target.stored for target in all_targets(spec)}
+    matrices = [entry for entry in layout(spec) if entry.matrix is not None]
+    places = {part.name: (entry, begin) for entry in matrices for part, begin in _with_begin(entry)}
     last: dict[str, Tensor] = {}  # the parts of the last packed matrix, because NF4 rounds a packed matrix as a whole
 
     def base_weight(name: str) -> Tensor:
-        if config.nf4 is None or name.removesuffix(".weight") not in in_blocks:
+        if config.nf4 is None or name not in places:
             return get(name)
         if name not in last:
             last.clear()
-            last.update(_rounded(entries[name], get, config.nf4))
+            last.update(_rounded(places[name][0], get, config.nf4))
         return last[name]
 
     @torch.no_grad()
     def merged(name: str) -> Tensor:
         weight = base_weight(name)
-        target = adapters.targets.get(name.removesuffix(".weight"))
-        if target is None or not name.endswith(".weight"):
+        target = adapters.targets.get(name)
+        if target is not None:
+            delta = adapters.delta(target)
+            return weight.float() + (delta.T if target.transposed else delta)
+        entry, begin = places.get(name, (None, 0))
+        target = adapters.targets.get(entry.canonical.removesuffix(".weight")) if entry is not None else None
+        if entry is None or target is None:
             return weight
-        delta = adapters.delta(target)
-        return weight.float() + (delta.T if target.transposed else delta)
+        if entry.copies == 1:
+            return weight.float() + adapters.delta_of_experts(target, begin, len(weight))
+        one = target.rows  # a stored tensor has a share of every expert's rows
+        deltas = torch.cat([adapters.delta_of_experts(target, expert * one, one) for expert in range(target.copies)])
+        return weight.float() + dict(write_entry(entry, deltas))[name]
 
     return spec, merged
 
 
+def _with_begin(entry: Entry) -> Iterator[tuple[Part, int]]:
+    begin = 0
+    for part in entry.parts:
+        yield part, begin
+        begin += part.rows
+
+
 def _rounded(entry: Entry, get: Get, nf4: tuple[int, bool]) -> dict[str, Tensor]:
-    return dict(write_entry(entry, nf4_round_trip(read_entry(entry, get), *nf4)))
+    assert entry.matrix is not None
+    return dict(write_entry(entry, nf4_round_trip(read_entry(entry, get), *nf4, entry.matrix.copies)))

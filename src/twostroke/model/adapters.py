@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA) beside a decoder's frozen matrices, which may be in NF4 (QLoRA).
 
 Adapters have the names of the family's own modules (``q_proj``), although query, key and value are one matrix here. An adapter
-of ``q_proj`` adds only to the query's rows of the packed product.
+of ``q_proj`` adds only to the query's rows of the packed product. Experts have one adapter each beside a matrix, under the name
+of the parameter that holds all of them in transformers 5 (``experts.gate_up_proj``): gate and up share their A.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twostroke.core.errors import ConfigError, did_you_mean
-from twostroke.core.families import layout
+from twostroke.core.families import layout, weight_names
+from twostroke.core.families.weights import Entry
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.dropout import dropout
-from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, nf4_linear, quantize_nf4
+from twostroke.kernels.grouped import grouped_linear
+from twostroke.kernels.nf4 import Nf4Matrix, dequantize_nf4, grouped_nf4_linear, nf4_linear, quantize_nf4, stacked
+from twostroke.model.attention import compute_dtype
 from twostroke.model.families import stored_order
 
 PEFT_PREFIX = "base_model.model."
@@ -29,15 +33,22 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Target:
-    """One matrix on disk that can have an adapter: ``rows`` rows of the canonical ``module``'s weight, from row ``begin``."""
+    """One matrix that can have an adapter: ``rows`` rows of the canonical ``module``'s weight, from row ``begin``.
+
+    Of ``copies`` experts it is one matrix of each, and ``stored`` the parameter of transformers 5 that holds them, in which
+    gate and up may be ``interleaved``. ``parameter`` is what PEFT names in ``target_parameters``, None where it names a module.
+    """
 
     module: str  # blocks.0.attn.qkv
     stored: str  # model.layers.0.self_attn.q_proj
     begin: int
     rows: int
     columns: int
-    transposed: bool  # on disk, as GPT-2's Conv1D
+    transposed: bool = False  # on disk, as GPT-2's Conv1D
     by_group: tuple[int, int] | None = None  # on disk, as ``core.families.weights.Entry`` says
+    parameter: str | None = None
+    copies: int = 1
+    interleaved: bool = False
 
     @property
     def name(self) -> str:
@@ -46,19 +57,44 @@ class Target:
 
     def matches(self, target: str) -> bool:
         """Whether ``target`` is the whole stored name, or its end after a dot, as PEFT matches names."""
-        return target == ALL_LINEAR or self.stored == target or self.stored.endswith(f".{target}")
+        if target == ALL_LINEAR:
+            return self.copies == 1
+        return self.stored == target or self.stored.endswith(f".{target}")
 
 
 def all_targets(spec: ModelSpec) -> Iterator[Target]:
-    """Every matrix inside the blocks of a model of ``spec``, experts left out, in the order of its layout."""
+    """Every matrix inside the blocks of a model of ``spec``, in the order of its layout.
+
+    PEFT 0.21 takes ``gate_proj`` and its like for experts wherever a family has experts. Modules beside them are therefore
+    named as parameters too, which gives the same tensors.
+    """
+    names = weight_names(spec.family)
     for entry in layout(spec):
-        if entry.matrix is None or entry.matrix.copies > 1:
+        if entry.matrix is None:
             continue
-        begin = 0
-        for part in entry.parts:
-            module, stored = (name.removesuffix(".weight") for name in (entry.canonical, part.name))
-            yield Target(module, stored, begin, part.rows, entry.shape[1], entry.transposed, entry.by_group)
-            begin += part.rows
+        if entry.matrix.copies > 1:
+            ((name, rows),) = names.parts(entry.matrix)
+            stored = f"{names.layer}.{entry.canonical.split('.')[1]}.{name}"
+            yield Target(
+                _module(entry), stored, 0, rows, entry.shape[1], parameter=stored, copies=entry.matrix.copies,
+                interleaved=entry.interleaved,
+            )  # fmt: skip
+        else:
+            yield from parts_of(entry, spec.moe is not None and entry.matrix.component == "mlp")
+
+
+def parts_of(entry: Entry, as_parameters: bool = False) -> Iterator[Target]:
+    """Each stored part of a matrix by itself; of experts every one's, as transformers 4 had them."""
+    begin = 0
+    for part in entry.parts:
+        stored = part.name.removesuffix(".weight")
+        parameter = part.name if as_parameters else None
+        yield Target(_module(entry), stored, begin, part.rows, entry.shape[1], entry.transposed, entry.by_group, parameter)
+        begin += part.rows
+
+
+def _module(entry: Entry) -> str:
+    return entry.canonical.removesuffix(".weight")
 
 
 def choose_targets(spec: ModelSpec, targets: Sequence[str]) -> list[Target]:
@@ -78,14 +114,24 @@ class LowRank(nn.Module):
     Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """
 
-    def __init__(self, columns: int, rows: int, rank: int, scale: float, dropout: float, device: torch.device) -> None:
+    def __init__(self, target: Target, rank: int, scale: float, dropout: float, device: torch.device) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.zeros(rank, columns, device=device))
-        self.b = nn.Parameter(torch.zeros(rows, rank, device=device))
-        self.scale, self.dropout = scale, dropout
+        self.a = nn.Parameter(torch.zeros(target.copies * rank, target.columns, device=device))
+        self.b = nn.Parameter(torch.zeros(target.copies * target.rows, rank, device=device))
+        self.copies, self.scale, self.dropout = target.copies, scale, dropout
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(dropout(x, self.dropout, self.training), self.a), self.b) * self.scale
+
+
+class LowRankExperts(LowRank):
+    """As ``LowRank``, an adapter an expert: an expert's rows of A, and of B, after another's."""
+
+    def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:  # type: ignore[override]
+        dtype = compute_dtype(x.device, self.a.dtype)
+        a, b = (factor.unflatten(0, (self.copies, -1)).to(dtype) for factor in (self.a, self.b))
+        x = dropout(x.to(dtype), self.dropout, self.training)
+        return grouped_linear(grouped_linear(x, a, ends), b, ends) * self.scale
 
 
 class Nf4Linear(nn.Module):
@@ -111,8 +157,26 @@ class Nf4Linear(nn.Module):
         return product if bias is None else product + bias
 
 
+class Nf4Experts(nn.Module):
+    """The frozen matrices of all experts (copies·n, k) in NF4, each rounded by itself, and their biases (copies·n)."""
+
+    def __init__(self, weight: Tensor, copies: int, bias: nn.Parameter | None, block: int, double: bool) -> None:
+        super().__init__()
+        matrices = [quantize_nf4(matrix, block, double) for matrix in weight.unflatten(0, (copies, -1))]
+        self.copies, self._shape, self._block = copies, matrices[0].shape, block
+        for name, tensor in stacked(matrices).items():
+            self.register_buffer(name, tensor)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
+        product = grouped_nf4_linear(x, self._shape, self._block, dict(self.named_buffers()), ends)
+        bias = self._parameters["bias"]
+        return product if bias is None else product + bias.unflatten(0, (self.copies, -1))[expert].to(product.dtype)
+
+
 class AdaptedLinear(nn.Module):
-    """A frozen ``base`` product of packed rows, with adapters for some of its parts.
+    """A frozen ``base`` product of packed rows, with adapters for some of its parts. Those of experts also take which rows are
+    whose.
 
     One product for the A of all parts was tried. It reads x once and gains nothing (3 × 384, rank 16, bf16, CPU time of a step:
     168 ms apart and 165 together, compiled 105 and 108), and each part could no longer have a dropout mask of its own.
@@ -124,10 +188,10 @@ class AdaptedLinear(nn.Module):
         self.adapters = nn.ModuleDict(adapters)
         self._rows, self._names = tuple(rows), tuple(names)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
+    def forward(self, x: Tensor, *of_rows: Tensor) -> Tensor:
+        y = self.base(x, *of_rows)
         pieces = [
-            piece if name is None else piece + self.adapters[name](x)
+            piece if name is None else piece + self.adapters[name](x, *of_rows)
             for piece, name in zip(y.split(self._rows, dim=-1), self._names, strict=True)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
@@ -158,8 +222,6 @@ def attach_adapters(decoder: nn.Module, spec: ModelSpec, settings: AdapterSettin
     A is uniform within ±1/√columns, as in PEFT, from a generator seeded by (seed, name), and B is 0. Raises ConfigError for an
     unknown target.
     """
-    if settings.nf4 and spec.moe is not None:
-        raise ConfigError('method="qlora" would leave experts in 16 bits. Use method="lora".')
     chosen = {target.stored for target in choose_targets(spec, settings.targets)}
     decoder.requires_grad_(False)
     by_module: dict[str, list[Target]] = {}
@@ -175,7 +237,8 @@ def attach_adapters(decoder: nn.Module, spec: ModelSpec, settings: AdapterSettin
 
 
 def _fresh(target: Target, settings: AdapterSettings, seed: int, device: torch.device) -> LowRank:
-    adapter = LowRank(target.columns, target.rows, settings.rank, settings.scale, settings.dropout, device)
+    kind = LowRank if target.copies == 1 else LowRankExperts
+    adapter = kind(target, settings.rank, settings.scale, settings.dropout, device)
     digest = hashlib.sha256(f"{seed}:{target.stored}.lora_A".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     bound = 1 / math.sqrt(target.columns)
@@ -183,21 +246,56 @@ def _fresh(target: Target, settings: AdapterSettings, seed: int, device: torch.d
     return adapter
 
 
-def peft_names(spec: ModelSpec) -> dict[str, str]:
-    """PEFT's name of each possible adapter matrix, by the decoder's parameter name."""
-    names = {}
-    for target in all_targets(spec):
-        for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
-            names[f"{target.module}.adapters.{target.name}.{ours}"] = f"{PEFT_PREFIX}{target.stored}.{theirs}.weight"
-    return names
+def _parameter_names(target: Target) -> dict[str, str]:
+    """The decoder's names of an adapter's two matrices, by PEFT's."""
+    return {f"lora_{which.upper()}": f"{target.module}.adapters.{target.name}.{which}" for which in "ab"}
+
+
+def peft_module(target: Target, chosen: Sequence[Target]) -> str:
+    """The module that PEFT keeps the adapter of ``target`` in. It wraps the module of all experts once for each of its chosen
+    parameters, the first innermost, so the name counts what is around it."""
+    if target.copies == 1:
+        return f"{PEFT_PREFIX}{target.stored}"
+    module = target.stored.rpartition(".")[0]
+    within = [other.stored for other in chosen if other.copies > 1 and other.stored.rpartition(".")[0] == module]
+    return PEFT_PREFIX + module + ".base_layer" * (len(within) - 1 - within.index(target.stored))
+
+
+def peft_names(chosen: Sequence[Target]) -> dict[str, str]:
+    """PEFT's name of each adapter matrix of ``chosen``, by the decoder's parameter name."""
+    return {
+        ours: f"{peft_module(target, chosen)}.{theirs}.weight"
+        for target in chosen
+        for theirs, ours in _parameter_names(target).items()
+    }
 
 
 def peft_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adapters by PEFT's names, their rows in the order of the stored matrices."""
-    names, groups = peft_names(spec), {f"{t.module}.adapters.{t.name}.b": t.by_group for t in all_targets(spec)}
-    return {names[name]: stored_order(groups.get(name), weight) for name, weight in weights.items()}
+    """Adapters by PEFT's names, their rows in the order of the stored matrices. Those of experts are A (copies·rank, inputs),
+    an expert's after another's, and B (outputs, rank·copies), an expert's in every copies-th column."""
+    chosen = [target for target in all_targets(spec) if _parameter_names(target)["lora_A"] in weights]
+    names = peft_names(chosen)
+    found: dict[str, Tensor] = {}
+    for target in chosen:
+        a, b = (weights[name] for name in _parameter_names(target).values())
+        if target.copies > 1:
+            b = b.unflatten(0, (target.copies, -1))
+            if target.interleaved:
+                b = b.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            b = b.permute(1, 2, 0).flatten(1)
+        else:
+            b = stored_order(target.by_group, b)
+        found |= dict(zip((names[name] for name in _parameter_names(target).values()), (a, b), strict=True))
+    return found
 
 
-def nf4_round_trip(weight: Tensor, block: int, double: bool) -> Tensor:
-    """``weight`` rounded to NF4, in fp32."""
-    return dequantize_nf4(quantize_nf4(weight, block, double))
+def by_expert(target: Target, b: Tensor) -> Tensor:
+    """B of experts from PEFT's order as (copies, outputs, rank) in ours: the inverse of what ``peft_weights`` does."""
+    b = b.unflatten(1, (-1, target.copies)).permute(2, 0, 1)
+    return b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if target.interleaved else b
+
+
+def nf4_round_trip(weight: Tensor, block: int, double: bool, copies: int = 1) -> Tensor:
+    """``weight``, matrices one after another, each rounded to NF4, in fp32."""
+    matrices = weight.unflatten(0, (copies, -1))
+    return torch.cat([dequantize_nf4(quantize_nf4(matrix, block, double)) for matrix in matrices])

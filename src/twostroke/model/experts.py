@@ -113,14 +113,18 @@ class ExpertsMlp(nn.Module):
         x = normed.flatten(0, -2)
         logits = self.router(x).float()
         shares, chosen = choose_experts(self.moe, logits, self.correction_bias)
-        y = self._routed(x, shares.to(x.dtype), chosen)
-        if self.has_shared:
-            gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
-            shared = self.shared_down(self.activation(gate, up))
-            y = y + (torch.sigmoid(self.shared_gate(x)) * shared if self.has_shared_gate else shared)
+        y = self.with_shared(self._routed(x, shares.to(x.dtype), chosen), x)
         if self.training and torch.is_grad_enabled():
             y = self._with_losses(y, logits, chosen)
         return y.view(normed.shape)
+
+    def with_shared(self, y: Float[Tensor, "*n E"], x: Float[Tensor, "*n E"]) -> Float[Tensor, "*n E"]:
+        """``y`` with what the shared experts make of ``x``, if there are any."""
+        if not self.has_shared:
+            return y
+        gate, up = self.shared_gate_up(x).chunk(2, dim=-1)
+        shared = self.shared_down(self.activation(gate, up))
+        return y + (torch.sigmoid(self.shared_gate(x)) * shared if self.has_shared_gate else shared)
 
     def _routed(
         self, x: Float[Tensor, "n E"], shares: Float[Tensor, "n k"], chosen: Int[Tensor, "n k"]

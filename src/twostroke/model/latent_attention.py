@@ -52,10 +52,9 @@ class LatentAttention(nn.Module):
         half = self.mla.qk_rope_dim // 2
         return rotate(x, rope[0][..., :half], rope[1][..., :half])
 
-    def forward(
-        self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Float[Tensor, "#B 1 T S"] | None
-    ) -> Float[Tensor, "B T E"]:
-        """``rope`` are the tables of ``model.rope``, whose first angles are those that turn."""
+    def heads(self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys (B, H, T, D_nope + D_rope), and values (B, H, T, D_v), of each token. ``rope`` are the tables of
+        ``model.rope``, whose first angles are those that turn."""
         mla, shape = self.mla, (*x.shape[:2], self.n_heads, -1)
         queries = self.q(x) if self.q_a_norm is None else self.q_b(self.q_a_norm(self.q_a(x)))
         q_nope, q_rope = queries.view(shape).split((mla.qk_nope_dim, mla.qk_rope_dim), dim=-1)
@@ -63,7 +62,12 @@ class LatentAttention(nn.Module):
         k_nope, v = self.kv_b(self.kv_a_norm(latent)).view(shape).split((mla.qk_nope_dim, mla.v_dim), dim=-1)
         k_rope = self._turned(k_rope[:, :, None], rope).expand(-1, -1, self.n_heads, -1)
         q = torch.cat((q_nope, self._turned(q_rope, rope)), dim=-1).transpose(1, 2)  # (B, H, T, D)
-        k, v = torch.cat((k_nope, k_rope), dim=-1).transpose(1, 2), v.transpose(1, 2)
+        return q, torch.cat((k_nope, k_rope), dim=-1).transpose(1, 2), v.transpose(1, 2)
+
+    def forward(
+        self, x: Float[Tensor, "B T E"], rope: tuple[Tensor, Tensor] | None, mask: Float[Tensor, "#B 1 T S"] | None
+    ) -> Float[Tensor, "B T E"]:
+        q, k, v = self.heads(x, rope)
         dropped = self.dropout if self.training else 0.0
         if mask is None:
             values = F.scaled_dot_product_attention(q, k, v, None, dropped, is_causal=True, scale=self.scale)

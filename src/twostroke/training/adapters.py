@@ -13,7 +13,15 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapter_directory import fingerprint, is_adapter_directory, save_adapters
-from twostroke.model.adapters import AdapterSettings, Nf4Linear, all_targets, attach_adapters, choose_targets, peft_weights
+from twostroke.model.adapters import (
+    AdapterSettings,
+    Nf4Experts,
+    Nf4Linear,
+    all_targets,
+    attach_adapters,
+    choose_targets,
+    peft_weights,
+)
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import to_canonical
 from twostroke.model.load import open_weights, torch_dtype
@@ -66,16 +74,24 @@ def load_adapted(recipe: TrainRecipe, device: torch.device) -> Decoder:
     settings, dtype = adapter_settings(recipe), torch_dtype(recipe.train.compute_dtype)
     spec, get = open_weights(_base(recipe))
     decoder = Decoder(spec, device="meta")
-    in_nf4 = {target.module for target in all_targets(spec)} if settings.nf4 else set()
+    in_nf4 = {target.module: target.copies for target in all_targets(spec)} if settings.nf4 else {}
+    nf4 = (None, settings.nf4_block, settings.double_quantization)
     for name, tensor in to_canonical(spec, get):
         module, _, kind = name.rpartition(".")
         if module in in_nf4 and kind == "weight":
             # A bias comes after its weight in the layout.
-            weight = tensor.to(device, torch.float32)
-            decoder.set_submodule(module, Nf4Linear(weight, None, settings.nf4_block, settings.double_quantization))
+            weight, copies = tensor.to(device), in_nf4[module]
+            decoder.set_submodule(module, Nf4Linear(weight, *nf4) if copies == 1 else Nf4Experts(weight, copies, *nf4))
+            continue
+        owner = decoder.get_submodule(module)
+        if kind in owner._buffers:
+            setattr(owner, kind, tensor.to(device, owner.get_buffer(kind).dtype, copy=True))
         else:
-            parameter = nn.Parameter(tensor.to(device, dtype, copy=True).contiguous(), requires_grad=False)
-            setattr(decoder.get_submodule(module), kind, parameter)
+            setattr(owner, kind, nn.Parameter(tensor.to(device, dtype, copy=True).contiguous(), requires_grad=False))
+    for owner in decoder.modules():
+        for kind, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:  # what routers count in
+                setattr(owner, kind, torch.zeros_like(buffer, device=device))
     attach_adapters(decoder, spec, settings, recipe.seed)
     return decoder
 

@@ -36,14 +36,20 @@ class Part:
     tensor: Tensor  # shares the master's memory; its .grad shares the gradient's
 
 
-def matrix_parts(name: str, spec: ModelSpec) -> dict[str, int]:
-    """Rows of each matrix that master ``name`` packs, in order; empty for a single matrix.
+def matrix_parts(name: str, n_rows: int, spec: ModelSpec) -> dict[str, int]:
+    """Rows of each matrix that master ``name`` of ``n_rows`` packs, in order; empty for a single matrix.
 
     Muon orthogonalises a matrix. Orthogonalising stacked q, k and v gives another and worse update than orthogonalising each
     (Jordan 2024, "Muon: An optimizer for hidden layers in neural networks").
     """
-    packed = {f".{m.module}.weight": _parts(m) for kind, _ in layer_kinds(spec) for m in kind.matrices}
-    return next((dict(parts) for module, parts in packed.items() if name.endswith(module)), {})
+    matrices = {m.module: m for kind, _ in layer_kinds(spec) for m in kind.matrices}
+    module, _, adapter = name.partition(".adapters.")
+    matrix = matrices.get(module.removesuffix(".weight").split(".", 2)[-1])
+    if matrix is None:
+        return {}
+    if adapter:  # every expert's factor
+        return {} if matrix.copies == 1 else {str(expert): n_rows // matrix.copies for expert in range(matrix.copies)}
+    return dict(_parts(matrix)) if name.endswith(".weight") else {}
 
 
 def _parts(matrix: Matrix) -> tuple[tuple[str, int], ...]:
@@ -124,7 +130,7 @@ class Optimizers:
         for name, weight in masters.weights.items():
             gradient = masters.gradients[name]
             is_matrix = OPTIMIZERS[settings.optimizer].by_matrix and is_block_matrix(name, weight)
-            rows = matrix_parts(name, spec) if is_matrix else {}
+            rows = matrix_parts(name, len(weight), spec) if is_matrix else {}
             weights, gradients = (t.split(list(rows.values())) if rows else (t,) for t in (weight, gradient))
             parts = zip([f"{name}[{part}]" for part in rows] or [name], weights, gradients, strict=True)
             new = [Part(key, _view(w, g)) for key, w, g in parts]

@@ -21,7 +21,8 @@ class ExpertNames:
     all of them, and another under ``down``. Those may be ``transposed``, (experts, inputs, outputs), with gate and up
     ``interleaved``. ``stacked``: ``gate``, ``up`` and ``down`` are a tensor each, (experts, outputs, inputs). ``shared`` is
     what comes before the shared experts' gate_proj, up_proj and down_proj, or has {} for gate, up and down. ``weight`` and
-    ``bias`` end the names of matrices.
+    ``bias`` end the names of matrices. ``together`` is the module that holds all experts in transformers 5, with a parameter
+    gate_up_proj and one down_proj, as adapters name them.
     """
 
     router: str = "mlp.gate"
@@ -37,11 +38,12 @@ class ExpertNames:
     stacked: bool = False
     weight: str = ".weight"
     bias: str = ".bias"
+    together: str = "mlp.experts"
 
     def modules(self, matrix: Matrix) -> tuple[tuple[str, int], ...]:
-        """(name, outputs) of the modules of shared experts, or of one of those that are chosen."""
+        """(name, outputs) of the modules of shared experts, or of the parameter that holds ``matrix`` of all chosen ones."""
         if matrix.copies > 1:
-            return tuple((getattr(self, part).format(0), n) for part, n in matrix.packed or (("down", matrix.n),))
+            return ((f"{self.together}.{matrix.name.removeprefix('expert_')}_proj", matrix.n),)
         form = self.shared if "{}" in self.shared else f"{self.shared}.{{}}_proj"
         return tuple((form.format(part.removeprefix("shared_")), n) for part, n in matrix.parts)
 
@@ -216,6 +218,7 @@ GRANITE_MOE_WEIGHTS = replace(
         router="block_sparse_moe.router.layer",
         gate_up="block_sparse_moe.input_linear",
         down="block_sparse_moe.output_linear",
+        together="block_sparse_moe.experts",
     ),
 )
 GPT_OSS_WEIGHTS = replace(

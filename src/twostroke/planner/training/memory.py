@@ -207,8 +207,8 @@ def saved_products(kind: LayerKind) -> list[tuple[int, int, bool]]:
 
 
 _ATTENTION_INPUTS = ("qkv", "q", "q_a", "kv_a")
-_MLP_INPUTS = ("gate_up", "up", "expert_gate_up", "expert_up")
-"""Products that read a norm's output."""
+_MLP_INPUTS = ("gate_up", "up", "shared_gate_up", "shared_up")
+"""Products that read a norm's output as it is; experts have copies of its rows."""
 
 
 def not_kept_at_the_bottom(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
@@ -232,7 +232,8 @@ def _mlp_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> flo
         if product.name.endswith(("gate_up", "up")):
             total += w * rows * product.n
             total += w * rows * product.n / 2 if kind.gated and keeps_all and not policy.compiled else 0.0
-            total += w * rows * spec.d_model if routed else 0.0  # the token's copy for each expert
+            copied = routed and policy.keeps_input_of(product.name)
+            total += w * rows * spec.d_model if copied else 0.0  # the token's copy for each expert
         elif product.name.endswith("down"):
             total += w * rows * product.k if keeps_all and policy.keeps_input_of(product.name) else 0.0
             total += w * rows * spec.d_model if routed else 0.0

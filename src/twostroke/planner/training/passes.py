@@ -305,9 +305,16 @@ def adapter_works(part: RankProduct, shape: TrainingShape, hardware: Hardware, r
     return works
 
 
+DECODING_BYTES = 20.0
+"""A weight, written and read between the operations that decode NF4: half a code in 32 bits, its value and the value times its
+scale in fp32."""
+
+
 def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) -> Work:
-    """NF4 read and the working type written, before a product of QLoRA."""
-    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + _w(shape.dtype))
+    """NF4 read and the working type written, before a product of QLoRA; by single operations, as experts are decoded in any
+    case, also what lies between (``DECODING_BYTES``)."""
+    between = 0.0 if shape.compile and not part.is_expert else letter("between", DECODING_BYTES)
+    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + between + _w(shape.dtype))
     return Work.limited(part.product.component, 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
 
 

@@ -38,7 +38,13 @@ from twostroke.planner.training.sharding import (
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import attention_flops_per_token, training_flops_per_token
-from twostroke.planner.work.params import Parameters, adapter_parameters, check_targets, count_parameters
+from twostroke.planner.work.params import (
+    Parameters,
+    active_adapter_parameters,
+    adapter_parameters,
+    check_targets,
+    count_parameters,
+)
 
 ASSUMED_BATCH_S = 45e-6
 """Seconds to take a batch that was made in the background: 27 to 56 µs of 512 to 4,096 tokens on a Zen 4."""
@@ -398,11 +404,11 @@ def n_nodes(layout: Layout, hardware: Hardware) -> int:
 
 def flops_per_token(spec: ModelSpec, shape: TrainingShape) -> float:
     """Model FLOP of a token. full: 6·N + 3·attention. Adapters: a frozen matrix has no gradient of its own, so 4·N_matrices
-    for the base and 6 a parameter of the adapters."""
+    for the base and 6 a parameter of the adapters, of experts those that a token passes."""
     if shape.method == "full":
         source = "2 forward, 4 backward"
         return named("flops_per_token", training_flops_per_token(spec, shape.sequence_length), "FLOP", source)
-    adapters = adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
+    adapters = active_adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
     attention = attention_flops_per_token(spec, shape.sequence_length)
     flops = 4 * count_parameters(spec).in_products + 6 * adapters + 3 * attention
     source = "a frozen matrix has no gradient of its own: 2 forward, 2 backward; adapters 6"

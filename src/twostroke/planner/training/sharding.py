@@ -262,10 +262,10 @@ def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy) -> tuple[float, f
 
 @lru_cache(maxsize=4096)
 def _adapted(spec: ModelSpec, targets: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """(products with an adapter, adapters of the layer that has most)."""
-    layers = [[(p.name, targeted(p, targets, spec.family)) for p in kind.matrices] for kind, _ in layer_kinds(spec)]
-    names = frozenset(name for layer in layers for name, outputs in layer if outputs)
-    return names, max(sum(len(outputs) for _, outputs in layer) for layer in layers)
+    """(products with an adapter, adapters that a token passes in the layer that has most)."""
+    layers = [[(p, len(targeted(p, targets, spec.family))) for p in kind.matrices] for kind, _ in layer_kinds(spec)]
+    names = frozenset(p.name for layer in layers for p, n_adapters in layer if n_adapters)
+    return names, max(sum(p.active * n_adapters for p, n_adapters in layer) for layer in layers)
 
 
 def rank_shape(shape: TrainingShape, layout: Layout) -> TrainingShape:
@@ -491,12 +491,20 @@ MOST_COMPILED_PRODUCTS = 1024
 
 def expert_products_bytes(spec: ModelSpec, shape: TrainingShape, tokens: float, hardware: Hardware) -> float:
     """What oneDNN keeps of the products of experts on a CPU, in 16 bits: a router gives an expert any number of rows, and each
-    (as ``expert_rows`` rounds it) is a product of its own, forward and for both gradients. fp32 products are another library's,
-    which compiles none."""
+    (as ``expert_rows`` rounds it) is a product of its own, forward and for both gradients. Frozen experts have no gradient of
+    their own, and their adapters two factors. fp32 products are another library's, which compiles none."""
     if hardware.kind != "cpu" or bytes_of(shape.compute_dtype) == FP32:
         return 0.0
-    shapes = {(m.n, m.k) for kind, _ in layer_kinds(spec) for m in kind.matrices if m.split == "expert"}
-    n_products = 3 * len(shapes) * letter("numbers_of_rows", numbers_of_expert_rows(int(tokens)))
+    experts = [m for kind, _ in layer_kinds(spec) for m in kind.matrices if m.split == "expert"]
+    shapes = {(m.n, m.k) for m in experts}
+    factors = {
+        factor
+        for m in experts
+        for n in targeted(m, shape.targets, spec.family)
+        for factor in ((shape.lora_rank, m.k), (n, shape.lora_rank))
+    }
+    trained = letter("passes", 2 if shape.targets else 3) * len(shapes) + 3 * len(factors)
+    n_products = trained * letter("numbers_of_rows", numbers_of_expert_rows(int(tokens)))
     return letter("compiled", COMPILED_PRODUCT_BYTES) * smallest(n_products, float(MOST_COMPILED_PRODUCTS))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
@@ -86,7 +87,8 @@ def _named(symbol: str, parameters: int, source: str) -> int:
 
 
 def modules_of(matrix: Matrix, family: str = "llama") -> tuple[tuple[str, int], ...]:
-    """(name on disk below the layer, outputs) of the modules that ``matrix`` packs together; none for a router."""
+    """(name on disk below the layer, outputs) of the modules that ``matrix`` packs together, or of the parameter that holds it
+    of all experts; none for a router."""
     return weight_names(family).parts(matrix)
 
 
@@ -117,12 +119,22 @@ def check_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
 def adapter_parameters(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> int:
     """Σ rank·(inputs + outputs) over the targeted matrices of all layers, every expert's included.
 
-    Held against peft's own count in tests/planner/test_adapters.py.
+    Held against peft's own count in tests/planner/test_planned_adapters.py.
     """
-    trained = sum(
-        count * product.copies * rank * (product.k + outputs)
+    trained = _adapters(spec, rank, targets, lambda product: product.copies)
+    return named("N_adapters", trained, "parameters", "of all adapters: rank·(inputs + outputs) of every targeted matrix")
+
+
+def active_adapter_parameters(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> int:
+    """Those that one token passes: of experts the adapters of the chosen ones."""
+    passed = _adapters(spec, rank, targets, lambda product: product.active)
+    return named("N_adapters_active", passed, "parameters", "of adapters: those that one token passes")
+
+
+def _adapters(spec: ModelSpec, rank: int, targets: tuple[str, ...], times: Callable[[Matrix], int]) -> int:
+    return sum(
+        count * times(product) * rank * (product.k + outputs)
         for kind, count in layer_kinds(spec)
         for product in kind.matrices
         for outputs in targeted(product, targets, spec.family)
     )
-    return named("N_adapters", trained, "parameters", "of all adapters: rank·(inputs + outputs) of every targeted matrix")
