@@ -14,11 +14,12 @@ import torch
 from twostroke.calibration import measure
 from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, working_sets
 from twostroke.calibration.measure import SMALL, Extent, calibrate, calibrate_engines
-from twostroke.calibration.products import make_product, measure_class
+from twostroke.calibration.products import FP16_LAYOUTS, make_product, measure_class
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, straight_line
+from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, half_blocks, straight_line
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, save_profile
+from twostroke.core.rates import BlockRates
 from twostroke.core.units import MIB
 from twostroke.kernels.native_library import library
 from twostroke.planner.hardware.tables import hardware_from_profile, load_hardware
@@ -197,6 +198,26 @@ def test_working_sets_stay_within_an_eighth_of_memory() -> None:
 
 def test_an_unknown_kernel_is_left_out_and_not_an_error() -> None:
     assert make_product("w8", 3, 5, 7, "cpu") is None  # its vectors would read beyond such a short row
+
+
+def test_fp16_is_measured_in_each_layout_and_computes_that_product() -> None:
+    for layout in FP16_LAYOUTS:
+        for n, k in ((384, 384), (384, 8192)):
+            run = make_product(layout, 3, n, k, "cpu")
+            assert run is not None
+            product = run()
+            assert isinstance(product, torch.Tensor)
+            assert product.shape == (3, n)
+            assert product.dtype == torch.float16
+            assert float(product[0, 0]) == 0.25 * k
+
+
+def test_fp16_blocks_are_bf16_ones_with_attention_of_their_own() -> None:
+    bf16 = [BlockRates("bf16", "eager", direction, 1.0, 2e9, 3e8) for direction in ("forward", "backward")]
+    fp32 = [dataclasses.replace(block, dtype="fp32") for block in bf16]
+    found = list(half_blocks(Clock(effort=0.01), BlockSize(heads=1, short=16), [*bf16, *fp32]))
+    assert [dataclasses.replace(block, dtype="bf16", attention_flop_per_s=1.0) for block in found] == bf16
+    assert all(block.dtype == "fp16" and 1e6 < block.attention_flop_per_s < 1e13 for block in found)
 
 
 def test_a_class_ends_before_a_run_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 
 from hf_models import (
     CASES,
@@ -26,7 +29,7 @@ from small_models import FEATURES
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.model.attention import attention_mask, explicit_attention, prefers_explicit
-from twostroke.model.decoder import Decoder
+from twostroke.model.decoder import Block, Decoder
 from twostroke.model.load import load_model
 from twostroke.model.rope import inverse_frequencies, rope_tables, rotate
 
@@ -213,6 +216,54 @@ def test_every_block_compiles_whole_and_computes_the_same(spec: ModelSpec, docum
         block.compile(fullgraph=True, dynamic=False, backend="aot_eager")  # the graph is what is tested, not the C++ compiler
     assert relative_error(model(tokens, *extra), eager) <= 1e-5
     assert not any("_orig_mod" in name for name, _ in model.named_parameters())
+
+
+# As above; and the graphs run as they are, without boxed arguments.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize("family", [name for name, spec in FEATURES.items() if spec.departures.parallel_block])
+def test_no_gradient_is_summed_twice_by_a_compiled_block(family: str) -> None:
+    """Two such sums in a kernel are more than torch's compiler for CPUs can write: it declares one name twice."""
+    torch._dynamo.reset()
+    model, graphs = Decoder(FEATURES[family]).train(), []
+
+    def backward(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=backward)
+    model.blocks[0].compile(fullgraph=True, dynamic=False, backend=backend)
+    model(random_tokens(n_tokens=32) % FEATURES[family].vocab_size).sum().backward()
+    sums = [(_unviewed(node.args[0]), *node.args[1:]) for node in graphs[0].graph.nodes if "aten.sum" in str(node.target)]
+    assert len(sums) == len(set(map(str, sums)))
+
+
+def _unviewed(node: Any) -> Any:
+    while "aten.view" in str(node.target):
+        node = node.args[0]
+    return node
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
+def test_biases_added_up_first_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients of a parallel block are those of the branches one by one; with frozen biases it takes these."""
+    model, tokens = Decoder(FEATURES[family], torch.float32), random_tokens(n_tokens=20) % FEATURES[family].vocab_size
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    taken = []
+    for joint in (True, False):
+        if not joint:
+            monkeypatch.setattr(Block, "_with_joint_bias", None)
+            monkeypatch.setattr(Block, "_joint_biases", lambda block: None)
+        model.zero_grad()
+        loss = model(tokens).square().sum()
+        loss.backward()
+        taken.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, plain in zip(*taken, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5 * float(plain.abs().max()))  # sums in another order
+    monkeypatch.undo()
+    assert model.blocks[0]._joint_biases() is not None
+    assert model.requires_grad_(False).blocks[0]._joint_biases() is None
 
 
 def test_dropout_acts_in_training_mode_only() -> None:

@@ -81,7 +81,7 @@ def record(name: str, predicted: float, measured: float, number: int = 1, width:
     frozen = {"value": predicted, "low": predicted / width, "high": predicted * width}
     return {
         "name": name, "phase": "serve", "round": number, "predicted": {"tpot_s": frozen}, "measured": {"tpot_s": measured},
-        "disturbed_share": 0.0,
+        "disturbed_share": 0.0, "case": {},
     }  # fmt: skip
 
 
@@ -104,3 +104,12 @@ def test_the_scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     run = script("planner/engines/run.py")
     assert {phase for phase, _ in run.chosen("")} == {"train", "serve", "http"}
     assert [case.name for _, case in run.chosen("^train/lora-small$")] == ["lora-small"]
+
+
+def test_a_run_whose_compilation_failed_is_marked() -> None:
+    compiled, failed = record("a", 1.0, 1.0), record("b", 1.0, 1.0)
+    compiled |= {"case": {"compile": True}, "compiled": True}
+    failed |= {"case": {"compile": True}, "compiled": False}
+    text = score.summary([compiled, failed])
+    assert "| b (compiling failed) |" in text
+    assert "| a |" in text

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from machines import GFLOP, machine, profile
 from twostroke.core.errors import ConfigError
-from twostroke.core.profile import read_fingerprint, save_profile
+from twostroke.core.matrices import Matrix
+from twostroke.core.profile import MatmulPoint, input_gradient, read_fingerprint, save_profile, weight_gradient
 from twostroke.core.rates import Ring
 from twostroke.planner.hardware import tables
 from twostroke.planner.hardware.anchors import interpolate_log
@@ -25,6 +26,7 @@ from twostroke.planner.hardware.tables import (
     price,
     prices,
 )
+from twostroke.planner.training.passes import product_backward
 
 REQUIRED = {"memory_bytes", "read_bandwidth_bytes_per_s", "watts", "devices_per_node", "network.bytes_per_s", "network.alpha_s"}
 
@@ -239,6 +241,24 @@ def test_products_interpolate_in_rows_and_take_the_nearest_class() -> None:
     assert device.product_rate("bf16", 4, 384, 384) == pytest.approx(800 * GFLOP * math.sqrt(0.05 * 0.3))
     assert device.product_rate("bf16", 10**6, 400, 400) == pytest.approx(800 * GFLOP)
     assert device.product_rate("fp32", 256, 1000, 1000) == pytest.approx(200 * GFLOP)
+
+
+def test_gradients_take_the_rates_of_their_layout_where_those_were_measured() -> None:
+    """Of fp16 on a CPU; what stands under the type itself is forward's layout, and all layouts' where nothing else stands."""
+    forward, inputs, weights = (
+        MatmulPoint(layout, 256, 384, 384, rate * GFLOP)
+        for layout, rate in (("fp16", 30.0), (input_gradient("fp16"), 3.0), (weight_gradient("fp16"), 6.0))
+    )
+    device = machine()
+    apart = dataclasses.replace(device, matmul=(forward, inputs, weights))
+    flops, shape = 2.0 * 256 * 384 * 384, (256, 384, 384)
+    assert apart.product_s("fp16", *shape) == pytest.approx(flops / (30 * GFLOP))
+    assert apart.input_gradient_s("fp16", *shape) == pytest.approx(flops / (3 * GFLOP))
+    assert apart.weight_gradient_s("fp16", *shape) == pytest.approx(flops / (6 * GFLOP))
+    assert device.input_gradient_s("bf16", *shape) == device.product_s("bf16", *shape)
+    product = Matrix("mlp", "up", 384, 384)
+    both = product_backward(product, 256, "fp16", apart).seconds - 2 * apart.linear_launch_s
+    assert both == pytest.approx(apart.input_gradient_s("fp16", *shape) + apart.weight_gradient_s("fp16", 384, 384, 256))
 
 
 def test_near_classes_weigh_more_than_far_ones() -> None:

@@ -16,7 +16,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
-from twostroke.core.rates import NativePass, StepPrices
+from twostroke.core.rates import NativePass, StepPrices, WeightRates
 from twostroke.core.schemes import NATIVE
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.engine.core import EngineCore
@@ -44,6 +44,7 @@ from twostroke.planner.serving.native_products import (
 )
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape, Speculation
+from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.truth.explain import explain
 from twostroke.planner.work.component import total_seconds
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
@@ -278,6 +279,18 @@ def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
     engine = anchored(anchor, ServingShape(scheme="int8"), hardware)
     assert total_seconds(engine.as_planned("prefill")) != pytest.approx(0.123)
     assert plan_serving(anchor.spec, engine.shape, hardware).ttft_s == pytest.approx(0.123)
+
+
+def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not() -> None:
+    """2·L·K·D numbers a token that is not found in the cache, at the rate of a copy into new memory."""
+    spec, shape = small_llama(), ServingShape(prompt_tokens=256, prefix_hit_share=0.5)
+    hardware = native(weights=WeightRates(copied_bytes_per_s=1e9))
+    touched, plain = (plan_serving(spec, shape, one) for one in (hardware, native()))
+    new_s = 128 * kv_bytes_per_token(spec) / 1e9
+    assert touched.ttft_s - plain.ttft_s == pytest.approx(new_s)
+    assert touched.tpot_s == pytest.approx(plain.tpot_s)
+    steps = [Native(spec, shape, one).step_seconds(1, 64.0, [Chunk(0, 128, 1)]) for one in (hardware, native())]
+    assert steps[0] == pytest.approx(steps[1])
 
 
 def test_looking_up_more_tokens_brings_in_more_of_the_table_and_never_more_than_all() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from twostroke.core.policy import loss_chunk_rows
-from twostroke.training.loss import IGNORE_INDEX, chunked_cross_entropy
+from twostroke.planner.training.memory import EAGER_LOGITS
+from twostroke.training.loss import IGNORE_INDEX, chunk_loss, chunked_cross_entropy
 
 
 def _inputs(n: int = 37, width: int = 16, vocabulary: int = 61, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -76,6 +79,42 @@ class _LargestTensor(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
+
+
+class _MostAlive(TorchDispatchMode):
+    """The most bytes of tensors made meanwhile that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.most = 0, 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._known or key in given:  # a view
+                continue
+            self._known[key] = storage.nbytes()
+            self.alive += storage.nbytes()
+            self.most = max(self.most, self.alive)
+            weakref.finalize(storage, self._gone, key)
+        return result
+
+    def _gone(self, key: int) -> None:
+        self.alive -= self._known.pop(key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_eager_chunk_holds_what_the_planner_counts_of_it(dtype: torch.dtype) -> None:
+    n, vocabulary = 64, 512
+    hidden, weight, targets = _inputs(n, 8, vocabulary, dtype)
+    with torch.no_grad(), _MostAlive() as tensors:
+        chunk_loss(hidden, weight, targets)
+    counted = n * vocabulary * (4 * EAGER_LOGITS + 1)
+    assert counted <= tensors.most <= 1.02 * counted  # rows and the numbers of the vocabulary beside them
 
 
 def test_no_more_than_one_chunk_of_logits_ever_exists() -> None:

@@ -221,7 +221,8 @@ def _line(record: dict[str, Any]) -> str:
         if name in record["predicted"] and name in record["measured"]:
             predicted, measured = record["predicted"][name]["value"], record["measured"][name]
             parts.append(f"{name} {100 * (predicted / measured - 1):+.1f}%")
-    return "  ".join([*parts, f"disturbed {100 * record['disturbed_share']:.0f}%"])
+    uncompiled = ["NOT COMPILED"] if record["case"].get("compile") and not record.get("compiled") else []
+    return "  ".join([*parts, f"disturbed {100 * record['disturbed_share']:.0f}%", *uncompiled])
 
 
 def _versions() -> dict[str, Any]:

@@ -144,4 +144,5 @@ def _configuration(record: dict[str, Any], table: Table) -> str:
         and (phase, quantity) in BARS
     ]
     again = " (again)" if record.get("round", 1) > 1 else ""
+    again += " (compiling failed)" if record["case"].get("compile") and not record.get("compiled") else ""
     return f"| {record['name']}{again} | {', '.join(own)} | {100 * record['disturbed_share']:.0f}% |"

@@ -28,6 +28,7 @@ from twostroke.calibration.products import (
     DEEP_CLASSES,
     ENGINE_ROWS,
     FP16,
+    FP16_LAYOUTS,
     FP16_ROWS,
     PEAK_SIDE,
     SMALL_CLASSES,
@@ -44,6 +45,7 @@ from twostroke.calibration.training_steps import COMPILED, EAGER, AnchorSteps, i
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
+    half_blocks,
     measure_block,
     measure_loss,
     measure_optimizers,
@@ -342,6 +344,8 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
     ):
         tell(0.45 + 0.05 * i, f"one transformer block, {dtype} {mode}")
         blocks += measure_block(clock, extent.block, dtype, mode)
+    if clock.device == "cpu":
+        blocks += half_blocks(clock, extent.block, blocks)
     take(0.6, 0.7)
     tell(0.7, "loss")
     losses = measure_loss(clock, extent.block, is_compiled)
@@ -399,7 +403,8 @@ def _measure_products(
     ]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
     if clock.device == "cpu":
-        plan += [(FP16, n, k, FP16_ROWS) for n, k in (*extent.classes[:1], *extent.deep_classes[:1])]
+        plan += [(layout, n, k, FP16_ROWS) for layout in FP16_LAYOUTS[:2] for n, k in extent.classes[:1]]
+        plan += [(FP16_LAYOUTS[2], n, k, FP16_ROWS) for n, k in extent.deep_classes[:1]]
     for i, (scheme, n, k, rows) in enumerate(plan):
         tell(0.7 * i / len(plan), f"{scheme} products, {n}×{k}")
         points += measure_class(clock, scheme, n, k, rows)

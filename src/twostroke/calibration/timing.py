@@ -22,7 +22,7 @@ PATIENCE = 4
 
 PATIENCE_S = 40.0
 """All measurements of a calibration together go on for so long at most. Waiting helps against a burst of another program, and
-not against one that never pauses: a calibration beside such a program took REPLACE minutes without this."""
+not against one that never pauses: a calibration beside such a program was still at it after twelve minutes without this."""
 
 
 class Window:

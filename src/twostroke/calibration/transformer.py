@@ -189,6 +189,31 @@ def measure_block(clock: Clock, size: BlockSize, dtype: str, mode: Mode) -> Iter
         yield replace(rates, head_norm_element_per_s=elements / extra_s)
 
 
+HALF_ROWS = 2
+
+
+def half_blocks(clock: Clock, size: BlockSize, blocks: Sequence[BlockRates]) -> Iterator[BlockRates]:
+    """Rates of fp16 blocks: those of bf16 ``blocks``, whose elementwise work is as wide and in fp32 inside too, with fp16's own
+    attention, whose backward multiplies in the slow layouts. It is measured on ``HALF_ROWS`` rows of the short length, under a
+    mask."""
+    spec, length = size.spec, size.short
+    shape = (HALF_ROWS, spec.n_heads, length, spec.head_dim)
+    q, k, v = (torch.randn(shape, device=clock.device).to(torch.float16).requires_grad_() for _ in range(3))
+    mask = torch.zeros(HALF_ROWS, 1, length, length, device=clock.device, dtype=torch.float16)
+    upstream = torch.randn(shape, device=clock.device).to(torch.float16)
+
+    def backward(result: object) -> None:
+        assert isinstance(result, Tensor)
+        torch.autograd.grad(result, (q, k, v), upstream)
+
+    forward_s, backward_s = clock.best_of_two_s(lambda: F.scaled_dot_product_attention(q, k, v, mask), backward, 0.2, 3)
+    walked = float(HALF_ROWS * length * pair_flops(spec) * length)
+    rates = {"forward": walked / forward_s, "backward": 2.5 * walked / backward_s}
+    for block in blocks:
+        if block.dtype == "bf16":
+            yield replace(block, dtype="fp16", attention_flop_per_s=rates[block.direction])
+
+
 @contextlib.contextmanager
 def empty_compile_cache() -> Iterator[None]:
     """Gives torch's compiler an empty cache in a new folder, which is removed at the end."""

@@ -105,6 +105,16 @@ class MatmulPoint:
     flop_per_s: float
 
 
+def input_gradient(scheme: str) -> str:
+    """The ``scheme`` of points whose right operand lies row by row, (m, k) and (k, n), where they are measured apart."""
+    return f"{scheme}_input_gradient"
+
+
+def weight_gradient(scheme: str) -> str:
+    """The same where both operands lie with their long side first, (k, m) and (k, n)."""
+    return f"{scheme}_weight_gradient"
+
+
 @dataclass(frozen=True)
 class MachineProfile(Measurements):
     """Everything that was measured on one device of a machine, for the ``engines`` that compute there. All rates are for

@@ -171,12 +171,22 @@ class Attention(nn.Module):
         mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B T E"]:
         """An integer ``mask`` is that of ``first_visible`` and selects native attention."""
+        out: Tensor = self.out(self.mixed(x, rope, mask))
+        return out
+
+    def mixed(
+        self,
+        x: Float[Tensor, "B T E"],
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B T HD"]:
+        """All heads' weighted values, which the output projection reads."""
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         reordered = rope is not None and not turned_by_halves(self.spec)
         first = mask if mask is not None and mask.dtype == torch.int32 else None
         if first is not None and not reordered and self.q_norm is None:
-            return self.out(training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2))
+            return training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2)
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
@@ -184,7 +194,7 @@ class Attention(nn.Module):
             q, k = by_halves(q, self.spec), by_halves(k, self.spec)
         if first is not None:  # the native operator splits and rotates qkv itself
             qkv = torch.cat((q, k, v), dim=2)
-            return self.out(training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2))
+            return training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
@@ -196,4 +206,4 @@ class Attention(nn.Module):
             weighted_values = F.scaled_dot_product_attention(
                 q, k, v, mask, dropped, is_causal=mask is None, scale=self.scale, enable_gqa=self.n_heads != self.n_kv_heads
             )
-        return self.out(weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim))
+        return weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,12 +86,36 @@ class Block(nn.Module):
         return self.recompute(self._compute, residual, rope, mask)
 
     def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        if (biases := self._joint_biases()) is not None:
+            return self._with_joint_bias(*biases, residual, rope, mask)
         if self.mlp_norm is None:  # both branches read one norm
             normed = self.attn_norm(residual)
             return residual + self._scaled(self.attn(normed, rope, mask)) + self._scaled(self.mlp(normed))
         attended = residual + self._added(self.attn, self.attn_norm, self.attn_post_norm, residual, rope, mask)
         read = residual if self.parallel else attended
         return attended + self._added(self.mlp, self.mlp_norm, self.mlp_post_norm, read)
+
+    def _joint_biases(self) -> tuple[nn.Linear, nn.Linear] | None:
+        """The matrices that end both branches of a parallel block, where their biases are trained and nothing comes between
+        them and the residual stream."""
+        if not self.parallel or self.norms_after or self.attn_post_norm is not None or self.residual_dropout:
+            return None
+        out, down = self.attn.out, getattr(self.mlp, "down", None)
+        if not isinstance(out, nn.Linear) or not isinstance(down, nn.Linear):  # adapters, or experts
+            return None
+        return (out, down) if all(m.bias is not None and m.bias.requires_grad for m in (out, down)) else None
+
+    def _with_joint_bias(
+        self, out: nn.Linear, down: nn.Linear, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
+        """Both branches with their biases added up first, because both biases have one gradient. Of two sums of one tensor,
+        torch 2.13's compiler makes a kernel for CPUs that declares one name twice, and the run goes on uncompiled."""
+        attention, mlp = cast(Attention, self.attn), cast(PlainMlp, self.mlp)
+        normed = self.attn_norm(residual)
+        mixed = attention.mixed(normed, rope, mask)
+        inner = mlp.inner(normed if self.mlp_norm is None else self.mlp_norm(residual))
+        attended = residual + self._scaled(F.linear(mixed, out.weight))
+        return attended + self._scaled(F.linear(inner, down.weight, out.bias + down.bias))
 
     def _added(
         self, branch: nn.Module, norm: nn.Module, post_norm: nn.Module | None, residual: Tensor, *context: Tensor | Any

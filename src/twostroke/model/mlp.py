@@ -51,9 +51,13 @@ class GatedMlp(nn.Module):
         self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
     def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
+        out: Tensor = self.down(self.inner(normed))
+        return out
+
+    def inner(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
+        """What the last matrix reads."""
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        mlp_inner = self.activation(gate, up)  # (B, T, F)
-        return self.down(mlp_inner)
+        return self.activation(gate, up)
 
 
 class PlainMlp(nn.Module):
@@ -67,5 +71,9 @@ class PlainMlp(nn.Module):
         self.down = nn.Linear(down.k, down.n, bias=down.bias)
 
     def forward(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        mlp_inner = self.activation(self.up(normed))  # (B, T, F)
-        return self.down(mlp_inner)
+        out: Tensor = self.down(self.inner(normed))
+        return out
+
+    def inner(self, normed: Float[Tensor, "B T E"]) -> Float[Tensor, "B T F"]:
+        """What the last matrix reads."""
+        return self.activation(self.up(normed))

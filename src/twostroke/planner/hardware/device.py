@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import Mark, largest, letter, named, records
-from twostroke.core.profile import BandwidthPoint, MatmulPoint
+from twostroke.core.profile import BandwidthPoint, MatmulPoint, input_gradient, weight_gradient
 from twostroke.core.rates import Measurements, NativePass, NativeRates
 from twostroke.planner.hardware.anchors import interpolate_log
 
@@ -204,7 +204,7 @@ class Hardware(Measurements):
 
         Measured machines: ``rate_at``. Datasheets: peak times an assumed efficiency.
         """
-        points = [p for p in self.matmul if p.scheme == scheme]
+        points = self._points(scheme)
         if not points:
             if self.basis == "measured":
                 return self.peak(scheme)
@@ -217,9 +217,25 @@ class Hardware(Measurements):
         ``working_set_bytes`` is everything that is read between two uses of this matrix (a whole model in a decode step):
         it decides whether the weights come from cache or memory. Default: the matrix alone.
         """
+        return self._laid_out_s(scheme, scheme, m, n, k, working_set_bytes)
+
+    def input_gradient_s(self, scheme: str, m: int, n: int, k: int) -> float:
+        """As ``product_s``, of a matrix that lies as forward reads it: at rates of its own where calibration measured them."""
+        return self._laid_out_s(scheme, input_gradient(scheme), m, n, k)
+
+    def weight_gradient_s(self, scheme: str, m: int, n: int, k: int) -> float:
+        """As ``product_s``, of two operands with their rows, ``k`` of them, first."""
+        return self._laid_out_s(scheme, weight_gradient(scheme), m, n, k)
+
+    def _laid_out_s(self, scheme: str, layout: str, m: int, n: int, k: int, working_set_bytes: float | None = None) -> float:
+        """At the rates of ``layout`` where it has some, else at those of ``scheme``."""
         weight_bytes = n * k * letter("w", bytes_of(scheme))
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
-        return largest(2 * m * n * k / self.product_rate(scheme, m, n, k), reading)
+        measured = layout if layout != scheme and self._points(layout) else scheme
+        return largest(2 * m * n * k / self.product_rate(measured, m, n, k), reading)
+
+    def _points(self, scheme: str) -> list[MatmulPoint]:
+        return [p for p in self.matmul if p.scheme == scheme]
 
     @property
     def runs_natively(self) -> bool:

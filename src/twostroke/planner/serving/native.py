@@ -193,8 +193,21 @@ class Native(Strategy):
         """Held to calibration's prompts, at this width and so many tokens. Decode steps are not: where they are off, weights
         came from the last cache or did not, which is a matter of the model's size and not of its width (held to the wide
         anchor, the 135M shape's bf16 step came out a quarter short; as planned it is right within 5%)."""
-        ratio = self._prefill_ratio(max(1, self.shape.prompt_tokens - self.shape.hit_tokens))
-        return tuple(work.stretched(ratio) for work in self.as_planned("prefill"))
+        new = max(1, self.shape.prompt_tokens - self.shape.hit_tokens)
+        ratio = self._prefill_ratio(new)
+        return merge([*(work.stretched(ratio) for work in self.as_planned("prefill")), *self._new_pages(new)])
+
+    def _new_pages(self, new: int) -> list[Work]:
+        """The system clears pages of the cache as a prompt is the first to touch them, at the rate of writing new memory. Steps
+        that calibration repeats find them touched. A load does, too, once it has been through its cache: a step of it has none
+        of this."""
+        rate = self.hardware.weights.copied_bytes_per_s
+        if not rate:
+            return []
+        touched = new * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
+        seconds = touched / letter("copying", rate)
+        named_s = named("new_pages_s", seconds, "s", "pages of the cache that no request has touched before", "measured")
+        return [Work.limited("attention", 0.0, 0.0, 0.0, 0.0, named_s)]
 
     def _prefill_ratio(self, tokens: int) -> float:
         ratios = anchor_ratios(type(self.shape)(scheme=self.shape.scheme), self.hardware)

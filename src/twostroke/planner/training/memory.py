@@ -286,10 +286,15 @@ WHOLE_LOGITS_IN_FP32 = 3
 that arrives at it and the one that leaves it."""
 
 
+EAGER_LOGITS = 4
+"""Tensors as large as a chunk's logits that are alive at once in an eager loss, all in fp32: logits, softmax, softmax less the
+target, and what is left of it in valid rows. Beside them is the mask of targets. tests/training/test_loss.py counts them."""
+
+
 def loss_bytes(spec: ModelSpec, n_tokens: int, logits: str, policy: ActivationPolicy) -> float:
     """Bytes that the loss takes while it runs, for ``n_tokens`` on one rank that holds the whole head.
 
-    Chunked logits: one chunk's logits and their gradient in the working type (eager: also five fp32 copies and a mask), and
+    Chunked logits: one chunk's logits and their gradient in the working type, eager ``EAGER_LOGITS`` in fp32 and a mask, and
     where the head is trained its gradient summed in fp32 beside one chunk's share of it, V·E·(4 + w). Whole logits: the working
     type, and when backward begins in fp32 the log-softmax, its gradient and the logits' gradient, (w + 3·4)·V a token.
     """
@@ -297,6 +302,6 @@ def loss_bytes(spec: ModelSpec, n_tokens: int, logits: str, policy: ActivationPo
     if logits == "whole":
         return n_tokens * spec.vocab_size * (w + WHOLE_LOGITS_IN_FP32 * FP32)
     chunk = letter("chunk", loss_chunk_rows(n_tokens))
-    per_logit = 2 * w + (0.0 if policy.compiled else 5 * FP32 + 1)
+    per_logit = 2 * w if policy.compiled else EAGER_LOGITS * FP32 + 1
     of_head = 0.0 if policy.frozen else spec.vocab_size * spec.d_model * (FP32 + w)
     return chunk * spec.vocab_size * per_logit + of_head

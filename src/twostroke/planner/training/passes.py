@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -38,33 +39,39 @@ def _w(dtype: str) -> float:
 
 def product_forward(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
     """(rows, k) × (k, n): 2·rows·n·k FLOP; ``calls`` matrices in a row."""
-    return _products(product, rows, dtype, hardware, calls, (rows, product.n, product.k))
+    return _products(product, rows, dtype, hardware, calls, (hardware.product_s, (rows, product.n, product.k)))
 
 
 def input_gradient(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
     """Backward of a frozen matrix: the input's gradient alone, (rows, n) × (n, k)."""
-    return _products(product, rows, dtype, hardware, calls, (rows, product.k, product.n))
+    return _products(product, rows, dtype, hardware, calls, (hardware.input_gradient_s, (rows, product.k, product.n)))
 
 
 def product_backward(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int = 1) -> Work:
     """Two products: the input's gradient (rows, n) × (n, k) and the weight's (n, rows) × (rows, k); 4·rows·n·k FLOP."""
-    return _products(product, rows, dtype, hardware, calls, (rows, product.k, product.n), (product.n, product.k, rows))
+    of_input = hardware.input_gradient_s, (rows, product.k, product.n)
+    of_weight = hardware.weight_gradient_s, (product.n, product.k, rows)
+    return _products(product, rows, dtype, hardware, calls, of_input, of_weight)
 
 
-def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int, *shapes: tuple[int, int, int]) -> Work:
+Laid = tuple[Callable[[str, int, int, int], float], tuple[int, int, int]]
+"""What tells the seconds of a product in one layout of its operands, and its (m, n, k)."""
+
+
+def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls: int, *laid: Laid) -> Work:
     """Products over one matrix, each of which reads both operands and writes the result once: w·(rows·k + k·n + rows·n) bytes.
     A measured rate already holds that traffic; a datasheet's does not, and the larger limit counts."""
-    flops = 2.0 * len(shapes) * rows * product.weights
+    flops = 2.0 * len(laid) * rows * product.weights
     operands = rows * product.k + product.weights
-    moved = len(shapes) * (_w(dtype) * (operands + rows * product.n))
-    memory_s, launch_s = moved / hardware.bandwidth(moved), len(shapes) * hardware.linear_launch_s
+    moved = len(laid) * (_w(dtype) * (operands + rows * product.n))
+    memory_s, launch_s = moved / hardware.bandwidth(moved), len(laid) * hardware.linear_launch_s
     if hardware.basis == "measured":
-        seconds = sum(hardware.product_s(dtype, m, n, k) for m, n, k in shapes)
+        seconds = sum(product_s(dtype, *shape) for product_s, shape in laid)
         once = Work(product.component, flops, moved, seconds, memory_s, launch_s, seconds + launch_s)
         return once.times(calls) if calls > 1 else once
-    seconds = sum(datasheet_rates.product_s(hardware, dtype, m, n, k, calls) for m, n, k in shapes)
+    seconds = sum(datasheet_rates.product_s(hardware, dtype, *shape, calls) for _, shape in laid)
     work = Work.limited(product.component, calls * flops, calls * moved, seconds, calls * memory_s, launch_s)
-    cast = calls * (operands + (rows * product.n if len(shapes) > 1 else 0))
+    cast = calls * (operands + (rows * product.n if len(laid) > 1 else 0))
     casting = datasheet_rates.cast_s(hardware, dtype, cast)
     return replace(work, seconds=work.seconds + casting) if casting else work
 
