@@ -39,18 +39,18 @@ __attribute__((always_inline)) inline void fetch(const char* from, const Ahead& 
 }
 
 // For T panels read side by side, `bytes` of k_rows behind a head each. One block of rows: what it will read
-// prefetch_distances() / T later, which past a panel's end is T panels on, behind its head; heads are fetched where
-// next_head says so. Several blocks read the same panels, all but the first from a cache: each fetches one of the next
-// T panels, so that memory never rests.
+// prefetch_distances() / T later, which past a panel's end is T panels on, behind its head, which fetch_head fetches.
+// Several blocks read the same panels, all but the first from a cache: each fetches one of the next T panels, so that
+// memory never rests.
 template <int T>
 class Prefetch {
 public:
-    bool next_head;
     Prefetch(const ProductArgs& to, int64_t bytes, int64_t panel_bytes, int64_t head = 0) {
         const PrefetchDistances wanted = prefetch_distances();
         const int64_t near = least(wanted.near / T, bytes), far = least(wanted.far / T, bytes);
         const int64_t next = head + (T - 1) * panel_bytes;
-        next_head = head > 0 && !to.last && to.n_blocks == 1;
+        panel_bytes_ = panel_bytes;
+        head_bytes_ = !to.last && to.n_blocks == 1 ? head : 0;
         near_end_ = bytes - near;
         far_end_ = bytes - far;
         if (to.n_blocks == 1) {
@@ -65,9 +65,15 @@ public:
         return {near.first, near.others, byte < far_end_ ? now_.far : past_end_.far};
     }
 
+    // While group g is computed, a line of the heads of the T panels behind those at `panels`.
+    void fetch_head(const char* panels, int64_t g) const {
+        if (g * kKRowBytes >= head_bytes_) return;
+        TS_EACH(t, T) __builtin_prefetch(panels + (T + t) * panel_bytes_ + g * kKRowBytes, 0, 3);
+    }
+
 private:
     static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-    int64_t near_end_, far_end_;
+    int64_t panel_bytes_, head_bytes_, near_end_, far_end_;
     Ahead now_{}, past_end_{};
 };
 

@@ -201,8 +201,7 @@ struct Int4 {
             TS_EACH(r, R)
                 TS_EACH(t, T) sum[r][t] = zero_words();
             const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
-            if (later.next_head && g * kKRowBytes < head)
-                TS_EACH(t, T) __builtin_prefetch(weights + (T + t) * panel_bytes + g * kKRowBytes, 0, 3);
+            later.fetch_head(weights, g);
             for (int64_t exact = g * group_k_rows; exact < end; exact += kNibbleKRows) {  // 4 or multiples in a group
                 NibbleSum narrow[R][T];
                 TS_EACH(r, R)
@@ -259,8 +258,7 @@ struct Int8Groups {
             TS_EACH(r, R)
                 TS_EACH(t, T) sum[r][t] = zero_words();
             const int64_t end = (g + 1) * group_k_rows < n_k_rows ? (g + 1) * group_k_rows : n_k_rows;
-            if (later.next_head && g * kKRowBytes < head)
-                TS_EACH(t, T) __builtin_prefetch(weights + (T + t) * panel_bytes + g * kKRowBytes, 0, 3);
+            later.fetch_head(weights, g);
             for (int64_t s = g * group_k_rows; s < end; ++s) {
                 const Ahead ahead = later.at(s * kKRowBytes);
                 I32x16 w[T];
