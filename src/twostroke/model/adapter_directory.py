@@ -31,6 +31,7 @@ from twostroke.core.recipe import check_nf4_block
 from twostroke.core.spec import ModelSpec
 from twostroke.model.adapters import PEFT_PREFIX, AdapterSettings, Target, all_targets, choose_targets, nf4_round_trip
 from twostroke.model.families import read_entry, write_entry
+from twostroke.model.published.storage import FLOATS
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
 from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 
@@ -203,11 +204,15 @@ def _peft_targets(spec: ModelSpec, wanted: tuple[str, ...], chosen: list[Target]
     return sorted(wanted)
 
 
-class _Adapters:
-    """The adapter tensors of a directory. Every name and shape is checked against the targets of ``spec``."""
+class Adapters:
+    """The adapter tensors of ``directory``. Every name, shape and type is checked against the targets of ``spec`` before a
+    tensor is read: ``n_elements`` is what their matrices hold, ``widest`` the largest rank.
+
+    Raises InputError without a file of weights, and CorruptFileError for one that breaks its format or belongs to another base.
+    """
 
     def __init__(self, directory: Path, spec: ModelSpec, config: AdapterConfig) -> None:
-        self.config = config
+        self.config, self.n_elements, self.widest = config, 0, 0
         file = directory / WEIGHTS_NAME
         if not file.is_file():
             pickled = (
@@ -226,7 +231,13 @@ class _Adapters:
                 if name not in infos or infos[name].shape != shape:
                     found = f"has shape {list(infos[name].shape)}" if name in infos else "is missing"
                     raise CorruptFileError(f"{file}: tensor {name!r} {found}; this base needs {list(shape)}.")
+                if infos[name].dtype not in FLOATS:
+                    raise CorruptFileError(
+                        f"{file}: tensor {name!r} is {infos[name].dtype}; weights must be {', '.join(FLOATS)}."
+                    )
                 expected.add(name)
+                self.n_elements += math.prod(shape)
+            self.widest = max(self.widest, rank)
             self.targets[target.stored] = target
         unexpected = sorted(set(infos) - expected)
         if unexpected or not expected:
@@ -241,11 +252,20 @@ class _Adapters:
     def _name(target: Target, which: str) -> str:
         return f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"
 
+    def pair(self, target: Target) -> tuple[Tensor, Tensor]:
+        """A (rank, columns) and scale · B (rows, rank) of ``target`` in fp32, rows in the order of the disk."""
+        a, b = self._pair(target)
+        return a, self.config.scale(target) * b
+
     def delta(self, target: Target) -> Tensor:
         """scale · B · A in fp32, which merging adds to the target's rows."""
-        a, b = (self._file.get_tensor(self._name(target, which)).float() for which in "AB")
+        a, b = self._pair(target)
         product: Tensor = self.config.scale(target) * (b @ a)
         return product
+
+    def _pair(self, target: Target) -> tuple[Tensor, Tensor]:
+        a, b = (self._file.get_tensor(self._name(target, which)).float() for which in "AB")
+        return a, b
 
 
 def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
@@ -263,7 +283,7 @@ def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
             f"the weights of {base} have changed since the adapters in {directory} were trained. Restore the earlier weights."
         )
     spec, get = open_base(base)
-    adapters = _Adapters(Path(directory), spec, config)
+    adapters = Adapters(Path(directory), spec, config)
     entries = {part.name: entry for entry in layout(spec) for part in entry.parts}
     in_blocks = {target.stored for target in all_targets(spec)}
     last: dict[str, Tensor] = {}  # the parts of the last packed matrix, because NF4 rounds a packed matrix as a whole
