@@ -266,6 +266,75 @@ ts::Best best(const float* x, int64_t n) {
     return found;
 }
 
+TS_INLINE Floats sixteen(const float* p) { return load(p); }
+TS_INLINE Floats sixteen(const uint16_t* p) { return from_bf16(p); }
+
+// R rows of one panel. Four chains of sums hide the latency of an addition, the same four for any R.
+template <int R, class Weight>
+TS_INLINE void thin_block(const Weight* panel, int64_t k, const float* x, int64_t ldx, Floats (&sum)[R]) {
+    Floats chains[R][4];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) chains[r][j] = all(0.0f);
+    int64_t i = 0;
+    for (; i + 4 <= k; i += 4) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const Floats w = sixteen(panel + (i + j) * kLanes);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) chains[r][j] = fma(all(x[r * ldx + i + j]), w, chains[r][j]);
+        }
+    }
+    for (; i < k; i++) {
+        const Floats w = sixteen(panel + i * kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) chains[r][0] = fma(all(x[r * ldx + i]), w, chains[r][0]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sum[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
+}
+
+// Lanes [first, last) of a panel's outputs, whose first is y.
+TS_INLINE void put(float* y, Floats value, int first, int last, bool add) {
+    if (first == 0) {
+        store_some(y, add ? load_some(y, last) + value : value, last);
+        return;
+    }
+    float lanes[kLanes];
+    store(lanes, value);
+    for (int i = first; i < last; i++) y[i] = add ? y[i] + lanes[i] : lanes[i];
+}
+
+template <int R, class Weight>
+TS_INLINE void thin_rows(const Weight* panel, int64_t k, const float* x, int64_t ldx, float* y, int64_t ldy, int first,
+                         int last, bool add) {
+    Floats sum[R];
+    thin_block<R>(panel, k, x, ldx, sum);
+    for (int r = 0; r < R; r++) put(y + r * ldy, sum[r], first, last, add);
+}
+
+template <class Weight>
+void thin_of(const Weight* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+             int64_t ldy, bool add) {
+    for (int64_t panel = n0 / kLanes; panel * kLanes < n1; panel++) {
+        const int64_t begin = panel * kLanes;
+        const int first = static_cast<int>(begin < n0 ? n0 - begin : 0);
+        const int last = static_cast<int>(n1 - begin < kLanes ? n1 - begin : kLanes);
+        const Weight* from = packed + begin * k;
+        int64_t r = 0;
+        for (; r + 4 <= m; r += 4) thin_rows<4>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+        for (; r + 2 <= m; r += 2) thin_rows<2>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+        for (; r < m; r++) thin_rows<1>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+    }
+}
+
+void thin(bool bf16, const void* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1,
+          float* y, int64_t ldy, bool add) {
+    if (bf16) thin_of(static_cast<const uint16_t*>(packed), k, x, ldx, m, n0, n1, y, ldy, add);
+    else thin_of(static_cast<const float*>(packed), k, x, ldx, m, n0, n1, y, ldy, add);
+}
+
 constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.embed = embed;
     k.rms_norm = rms_norm;
@@ -275,6 +344,7 @@ constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.activate = activate;
     k.bound = bound;
     k.best = best;
+    k.thin = thin;
     return k;
 }
 

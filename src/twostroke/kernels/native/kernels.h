@@ -39,6 +39,12 @@ struct Kernels {
     void (*bound)(float* x, int64_t n, float cap);  // to cap·tanh(x/cap)
     Best (*best)(const float* x, int64_t n);
 
+    // Outputs [n0, n1) of m rows: y (+)= x·Wᵀ for a W (n, k) with few inputs or few outputs. W lies in panels of 16
+    // outputs, each k times 16 numbers, bf16 or fp32; outputs behind n are 0. A row's result does not depend on m, n0
+    // or n1.
+    void (*thin)(bool bf16, const void* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0,
+                 int64_t n1, float* y, int64_t ldy, bool add);
+
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at
     // least.
     int64_t (*task_rows)(const KvLayout&);
