@@ -260,8 +260,8 @@ def _signature(directory: Path) -> tuple[int, ...]:
 def parts_of(plan: p.Plan, weights: Adapters, dtype: torch.dtype) -> Parts:
     """The parts of ``weights`` by module, in ``dtype``, with B's rows in the order of the lowered matrices. Raises
     CorruptFileError for a number that is not finite."""
-    order = head_rows(plan.spec)
     projections = {op.module for op in plan.ops if isinstance(op, p.QkvProjection)}
+    order = head_rows(plan.spec) if projections else None
     found: dict[str, tuple[Part, ...]] = {}
     for target, part in _parts(weights, order, projections, dtype):
         found[target.module] = (*found.get(target.module, ()), part)
