@@ -8,7 +8,7 @@ import torch
 
 from small_models import EVERY, decoder_of, saved
 from twostroke.model.adapter_directory import save_adapters
-from twostroke.model.adapters import AdapterSettings, attach_adapters, peft_names
+from twostroke.model.adapters import AdapterSettings, attach_adapters, peft_names, peft_weights
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 
@@ -32,8 +32,6 @@ def adapter_of(
             if parameter_name.endswith(".b"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
     names = peft_names(decoder.spec)
-    from twostroke.model.adapters import peft_weights
-
     trained = {n: p.detach() for n, p in decoder.named_parameters() if p.requires_grad and n in names}
     return save_adapters(peft_weights(decoder.spec, trained), decoder.spec, settings, base, directory, base)
 

@@ -17,6 +17,7 @@ from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, 
 from twostroke.core.schemes import TORCH_WEIGHTS
 from twostroke.engine import plan as p
 from twostroke.engine.adapters import Adapter, parts_of
+from twostroke.engine.batch import BatchBuilder
 from twostroke.engine.core import EngineCore
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.llm import LLM
@@ -24,6 +25,7 @@ from twostroke.engine.native_adapters import NativeAdapter
 from twostroke.kernels.native_library import holding, library, set_target
 from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME, Adapters, read_adapter_config
 from twostroke.model.decoder import Decoder
+from twostroke.model.load import load_model
 from twostroke.scheduling.sampling_params import SamplingParams
 
 RUNNERS = ("torch", "native") if library() is not None else ("torch",)
@@ -131,17 +133,14 @@ def test_the_native_step_adds_what_the_interpreter_of_its_plan_adds(
                 Adapters(adapter.directory, core.spec, read_adapter_config(adapter.directory)),
                 torch.bfloat16 if dtype == "int8" else torch.float32,
             )
-        from twostroke.engine.batch import BatchBuilder
-
         for i, (prompt, lora) in enumerate(zip(prompts[:n], loras, strict=True)):
             core.add_request(str(i), prompt, GREEDY, lora=lora)
         step = core.scheduler.schedule()
         batch = BatchBuilder(core.spec, core.scheduler.config, core.plan.dtype).build(step)
         expected = TorchInterpreter(core.plan, core.pool).run(batch)
         off = (found - expected).abs() / expected.std()
-        # fp32 sums in another order; in int8 that moves single activations and cached numbers to the next code.
-        print("OFF", n, dtype, float(off.max()), float(off.mean()))
-        assert (float(off.max()) <= 1e-4) if dtype == "fp32" else (float(off.mean()) <= 0.02)
+        # fp32 sums in another order; in int8 that may move single activations to the next code.
+        assert (float(off.max()) <= 1e-4) if dtype == "fp32" else (float(off.mean()) <= 0.005)
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native library")
@@ -368,8 +367,6 @@ def test_latent_attention_says_what_it_cannot_serve(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folded into other matrices"):
         LLM(base, {"a": adapters[0]}, dtype="fp32")
     out = adapter_of(base, "deepseek_v3", tmp_path / "out", 3, ("o_proj",))
-    from twostroke.model.load import load_model
-
     assert answers(LLM(base, {"a": out}, dtype="fp32"), [PROMPTS[0]], ["a"]) == [continued(load_model(out), PROMPTS[0])]
 
 
