@@ -133,7 +133,11 @@ def cost_of_loading(base: Path, adapter: Path, repeats: int) -> dict[str, Any]:
         core.adapters.remove("a")
         unloads.append(time.perf_counter() - loaded)
         loads.append(loaded - began)
-    return {"load_ms": 1e3 * statistics.median(loads), "most_ms": 1e3 * max(loads), "unload_ms": 1e3 * statistics.median(unloads)}
+    return {
+        "load_ms": 1e3 * statistics.median(loads),
+        "most_ms": 1e3 * max(loads),
+        "unload_ms": 1e3 * statistics.median(unloads),
+    }
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -185,7 +189,9 @@ def main() -> None:
             "twostroke": code_version(),
             "load_average_at_start": os.getloadavg()[0],
             "steps": {scheme: cost_of_steps(base, adapters, scheme, arguments.rounds) for scheme in schemes},
-            "idle": {scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds) for scheme in schemes},
+            "idle": {
+                scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds) for scheme in schemes
+            },
             "load": cost_of_loading(base, adapters["every matrix"][0], arguments.rounds),
         }
     arguments.out.mkdir(parents=True, exist_ok=True)

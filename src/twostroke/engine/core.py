@@ -203,6 +203,14 @@ class EngineCore:
             self._names.setdefault(request_id, []).append(name)
             original = original or request
 
+    def load_adapter(self, name: str, directory: Path | str) -> None:
+        """Let requests name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
+        self.adapters.add(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no further request name it; those under way are finished. Raises InputError for an unknown name."""
+        self.adapters.remove(name)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
         for name in self._names.get(request_id, [])[:]:

@@ -133,11 +133,11 @@ class LLM:
 
     def load_lora(self, name: str, directory: str | Path) -> None:
         """Let prompts name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
-        self.engine.adapters.add(name, directory)
+        self.engine.load_adapter(name, directory)
 
     def unload_lora(self, name: str) -> None:
         """Let no further prompt name it; those under way are answered. Raises InputError for an unknown name."""
-        self.engine.adapters.remove(name)
+        self.engine.unload_adapter(name)
 
     def generate(
         self,
