@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from lora_models import adapter_of, models
 from safetensors.torch import load_file, save_file
 
-from lora_models import adapter_of, models
 from small_models import EVERY, decoder_of
 from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, InputError
 from twostroke.core.schemes import TORCH_WEIGHTS
@@ -350,7 +350,7 @@ def test_names_and_room_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     llm = LLM(base, {"a": adapters[0]}, dtype="fp32")
     with pytest.raises(InputError, match="adapter 'a' is loaded already"):
         llm.load_lora("a", adapters[0])
-    with pytest.raises(InputError, match="adapter 'b' is not loaded. Loaded: a"):
+    with pytest.raises(InputError, match=r"adapter 'b' is not loaded\. Loaded: a"):
         llm.unload_lora("b")
     with pytest.raises(InputError, match="adapter 'b' is not loaded"):
         llm.generate([PROMPTS[0]], GREEDY, lora="b")

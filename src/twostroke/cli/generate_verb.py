@@ -143,7 +143,7 @@ def _stdin() -> str:
 
 
 def _stream(
-    llm: LLM, prompts: Sequence[str], params: SamplingParams, lora: str | None | Sequence[str | None]
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, lora: str | Sequence[str | None] | None
 ) -> list[RequestOutput]:
     """Print each answer as it is made; later ones wait until those before are complete. Returns all of them."""
     n_answers = len(prompts) * params.n

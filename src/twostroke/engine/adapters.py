@@ -201,12 +201,13 @@ class AdapterStore:
         config = read_adapter_config(directory)
         if config.nf4 is not None:
             raise ConfigError(
-                f"{directory} was trained beside weights in NF4 and corrects their rounding; beside others it computes something "
-                "else. Serve the directory itself as a model: it is merged when it is read."
+                f"{directory} was trained beside weights in NF4 and corrects their rounding; beside others it computes "
+                "something else. Serve the directory itself as a model: it is merged when it is read."
             )
         if config.fingerprint is not None and not self.quantised and config.fingerprint != self._fingerprint:
             raise CorruptFileError(
-                f"{directory} was trained on other weights than those of {self.directory}. Serve its own base, {config.base:.200}."
+                f"{directory} was trained on other weights than those of {self.directory}. Serve its own base, "
+                f"{config.base:.200}."
             )
         weights = Adapters(directory, self.plan.spec, config)
         if weights.widest > MAX_ADAPTER_RANK:
@@ -215,8 +216,8 @@ class AdapterStore:
         lacking = next((target for target in weights.targets.values() if target.module not in modules), None)
         if lacking is not None:
             raise ConfigError(
-                f"{directory} adapts {lacking.stored}, which is folded into other matrices when it is served. Serve the directory "
-                "itself as a model: it is merged when it is read."
+                f"{directory} adapts {lacking.stored}, which is folded into other matrices when it is served. Serve the "
+                "directory itself as a model: it is merged when it is read."
             )
         adapter.n_bytes = int(weights.n_elements * bytes_of(scheme_of(self.plan.weights).kept))
         if adapter.n_bytes > self.budget_bytes:
@@ -236,7 +237,12 @@ class AdapterStore:
         began = time.perf_counter()
         if _signature(adapter.directory) != adapter.signature:
             raise CorruptFileError(f"the files of {adapter.directory} have changed since adapter {adapter.name!r} was loaded.")
-        adapter.held = self.hold(parts_of(self.plan, weights, self._dtype))
+        n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # hundreds of short operations: beside a busy core a second thread made them 20 times as long
+        try:
+            adapter.held = self.hold(parts_of(self.plan, weights, self._dtype))
+        finally:
+            torch.set_num_threads(n_threads)
         self._in_memory.append(adapter)
         self.counts.loads += 1
         self.counts.load_s += time.perf_counter() - began

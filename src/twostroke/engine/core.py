@@ -175,11 +175,12 @@ class EngineCore:
         timeout_s: float | None = None,
         lora: str | None = None,
     ) -> None:
-        """Queue a request, for the model with the adapter ``lora`` if one is named. ``step`` returns its tokens. Its ``params.n`` answers share one computation of the prompt.
+        """Queue a request, for the model with the adapter ``lora`` if one is named. ``step`` returns its tokens. Its
+        ``params.n`` answers share one computation of the prompt.
 
         A lower ``priority`` goes first. Requests of one ``client`` do not delay those of another. A request that is unfinished
-        ``timeout_s`` seconds from now ends. Raises InputError (empty prompt, unknown token, id in use, impossible timeout, unknown
-        adapter) or CapacityError (the request can never fit), and leaves the engine as it was.
+        ``timeout_s`` seconds from now ends. Raises InputError (empty prompt, unknown token or adapter, id in use, impossible
+        timeout) or CapacityError (the request can never fit), and leaves the engine as it was.
         """
         # By type, because True is an instance of int. 10,000 ids take 0.2 ms so, and 0.6 in a Python loop.
         if not set(map(type, prompt_ids)) <= {int}:

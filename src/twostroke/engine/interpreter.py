@@ -30,8 +30,8 @@ class Buffers:
     """The plan's buffers during one step (``engine.plan`` says what each holds)."""
 
     __slots__ = (
-        "adapted", "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed", "shared_shares",
-        "shares",
+        "adapted", "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed",
+        "shared_shares", "shares",
     )  # fmt: skip
 
     def __init__(self, batch: StepBatch) -> None:

@@ -112,10 +112,10 @@ class _Open:
 class LLM:
     """An engine in this process. ``model`` is a model directory, or the output of a training run.
 
-    ``settings`` are fields of ``EngineSettings``, as ``dtype="int8"``. ``loras`` are adapters in PEFT's layout by the names that
-    requests call them by; ``load_lora`` and ``unload_lora`` change them later. Raises what ``EngineSettings`` and ``EngineCore`` raise.
-    Without a ``tokenizer.json`` prompts must be token ids, and answers have no text. Torch's number of threads is set for the
-    whole process.
+    ``settings`` are fields of ``EngineSettings``, as ``dtype="int8"``. ``loras`` are directories of adapters in PEFT's layout
+    by the names that prompts call them by; ``load_lora`` and ``unload_lora`` change them later. Raises what ``EngineSettings``
+    and ``EngineCore`` raise. Without a ``tokenizer.json`` prompts must be token ids, and answers have no text. Torch's number
+    of threads is set for the whole process.
     """
 
     def __init__(self, model: str | Path, loras: Mapping[str, str | Path] | None = None, **settings: Any) -> None:
@@ -143,13 +143,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora: str | None | Sequence[str | None] = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to ``prompts``, in their order. A prompt is a text or a list of token ids; one alone counts as a list of one.
 
-        ``params`` is one for all prompts, or one for each; the default is ``SamplingParams()``. ``lora`` likewise is the name of
-        an adapter, None: the model as it is. Raises InputError, CapacityError or DataError for a prompt that cannot be answered,
-        before anything is computed.
+        ``params`` is one for all prompts, or one for each; the default is ``SamplingParams()``. ``lora`` likewise is the name
+        of an adapter, None: the model as it is. Raises InputError, CapacityError or DataError for a prompt that cannot be
+        answered, before anything is computed.
         """
         outputs: list[RequestOutput] = []
         for _ in self.stream(prompts, params, outputs, lora):
@@ -161,7 +161,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         into: list[RequestOutput] | None = None,
-        lora: str | None | Sequence[str | None] = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Iterator[Delta]:
         """The same piece by piece, as it is generated. At the end the whole answers are appended to ``into``.
 
@@ -183,7 +183,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        lora: str | None | Sequence[str | None],
+        lora: str | Sequence[str | None] | None,
     ) -> list[_Open]:
         batch = _as_batch(prompts)
         each = (

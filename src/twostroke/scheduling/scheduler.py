@@ -22,7 +22,7 @@ __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
 
 class Adapters(Protocol):
-    """Who holds the adapters of requests in memory. ``claim`` returns False if there is no room beside those of running ones."""
+    """Who holds adapters in memory for requests that run. ``claim`` returns False if there is no room beside the others."""
 
     def claim(self, request: Request) -> bool: ...
 

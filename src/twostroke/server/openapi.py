@@ -12,8 +12,8 @@ _MEANINGS = {
     400: "A field is missing, unknown, out of its range, asks for what this server does not do, or does not go with another "
     "one or with the model (its vocabulary, its context), of which this schema says only a part.",
     401: "No valid API key.",
-    403: "A server on loopback without keys was asked for under a foreign name, or one without keys that others reach was asked "
-    "to change adapters.",
+    403: "A server on loopback without keys was asked for under a foreign name, or one without keys that others reach was "
+    "asked to change adapters.",
     404: "No such model or route.",
     408: "The body did not arrive in time, or the answer was not read.",
     413: "The body is over 2 MiB.",

@@ -31,7 +31,8 @@ class FrameError(EngineError):
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     """A request, which ends after ``timeout_s``. A lower ``priority`` goes first, and requests of one ``client`` do not delay
-    another's. ``lora`` names an adapter. ``whole``: the receiver looks at no token before the answer is complete, except for the time of the first."""
+    another's. ``lora`` names an adapter. ``whole``: the receiver looks at no token before the answer is complete, except for
+    the time of the first."""
 
     request_id: str
     prompt_ids: list[int]
