@@ -354,6 +354,9 @@ def test_names_and_room_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         llm.unload_lora("b")
     with pytest.raises(InputError, match="adapter 'b' is not loaded"):
         llm.generate([PROMPTS[0]], GREEDY, lora="b")
+    for path in ("a\0b", "x" * 5000, tmp_path / WEIGHTS_NAME):
+        with pytest.raises(InputError, match=r"has no adapter_config\.json"):
+            llm.load_lora("b", path)
     for i in range(255):
         llm.load_lora(str(i), adapters[0])
     with pytest.raises(CapacityError, match="256 adapters are loaded"):

@@ -13,7 +13,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
-from twostroke.core.adapter_names import LORA_HELP, adapters_of
+from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
@@ -83,6 +83,8 @@ def bench_serve(
     if model is None and url is None:
         raise ConfigError("give a model directory to serve, or --url of a running server.")
     adapters = adapters_of(lora)
+    if adapters:
+        log(NOT_PLANNED)
     if adapters and (url is not None or served_name is not None):
         raise ConfigError(
             "--lora is for a server that is started here. Of a running one, name the adapter: --served-name NAME."
@@ -189,10 +191,12 @@ def bench_offline(
     from twostroke.engine.llm import LLM
 
     adapters = adapters_of(lora)
+    if adapters:
+        log(NOT_PLANNED)
     llm = LLM(directory, adapters, **engine.changed())
     inputs: dict[str, Any] = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8}
     inputs |= {"in_bf16": shape.in_bf16, **engine.changed()}
-    inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **({"lora": [*adapters]} if adapters else {})}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:
         done = 0

@@ -15,7 +15,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
-from twostroke.core.adapter_names import LORA_HELP, adapters_of
+from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import ConfigError, InputError, TwostrokeError
@@ -76,7 +76,10 @@ def generate(
     if len(adapters) > 1 and len(adapters) != len(prompts):
         raise ConfigError(f"{len(adapters)} adapters for {len(prompts)} prompts. Give one for all, or one for each.")
     named = [*adapters] if len(adapters) > 1 else next(iter(adapters), None)
+    if adapters:
+        log(NOT_PLANNED)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
+    inputs |= {"lora": [*adapters]} if adapters else {}
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()

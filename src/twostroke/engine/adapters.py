@@ -254,7 +254,7 @@ def _signature(directory: Path) -> tuple[int, ...]:
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         try:
             stat = (directory / name).stat()
-        except OSError:
+        except (OSError, ValueError):  # a name that no file can have
             raise InputError(
                 f"{directory} has no {name}. Name a directory with an adapter in PEFT's layout.", field="lora_path"
             ) from None

@@ -57,12 +57,14 @@ def _grouped(batch: StepBatch, adapter_of: Tensor | None) -> list[tuple[Parts, T
 
 
 def adapt(module: str, inside: Tensor, outputs: Tensor, adapted: list[tuple[Parts, Tensor]]) -> Tensor:
-    """``outputs`` of the matrix ``module``, to which rows with an adapter have added (inside·Aᵀ)·Bᵀ, in place."""
+    """``outputs`` of the matrix ``module``, to which rows with an adapter have added (inside·Aᵀ)·Bᵀ, in place. Both products
+    round what they read to the adapter's own type."""
     for parts, rows in adapted:
         for part in parts.get(module, ()):
-            thin = F.linear(inside[rows], part.a.to(inside.dtype))
+            own, dtype = part.a.dtype, inside.dtype
+            thin = F.linear(inside[rows].to(own).to(dtype), part.a.to(dtype))
             columns = slice(part.begin, part.begin + len(part.b))
-            outputs[rows, columns] += F.linear(thin, part.b.to(inside.dtype))
+            outputs[rows, columns] += F.linear(thin.to(own).to(dtype), part.b.to(dtype))
     return outputs
 
 

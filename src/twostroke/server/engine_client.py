@@ -181,7 +181,8 @@ class EngineClient:
         lora: str | None = None,
     ) -> list[TokenStream]:
         """Hand a request to the engine, for the adapter ``lora`` if one is named, and return a stream for each of its
-        ``params.n`` answers. If ``whole``, a stream gets the first token and then the others together. Raises NotReadyError while no engine is loaded."""
+        ``params.n`` answers. If ``whole``, a stream gets the first token and then the others together. Raises NotReadyError
+        while no engine is loaded."""
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
         request_id = str(next(self._numbers))

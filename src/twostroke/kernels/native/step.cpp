@@ -128,6 +128,9 @@ void Step::need_memory(int n_threads) {
         memory->rows.need(kChunkRows, widest_);
         memory->attention.need(scratch);
         memory->thin.need(kChunkRows * batch_->adapter_width);
+        if (batch_->adapters == nullptr) continue;
+        memory->thin_sums.need(kChunkRows * batch_->adapter_width);
+        memory->thin_rows.need(kChunkRows * padded(widest_));
     }
 }
 

@@ -175,7 +175,7 @@ struct AdapterAt {
 };
 struct Adapter {
     const AdapterAt* at;  // of each operation of the plan
-    int64_t bf16;         // or fp32: what it is held in
+    int64_t bf16;         // or fp32: what it is held in. bf16 needs parts that begin at an even `first`
 };
 
 struct StepBatch {
@@ -196,7 +196,7 @@ struct StepBatch {
     int64_t* expert_load;      // (layers, X): rows that chose each expert, added to what is there; null: not wanted
     int64_t* experts_touched;  // experts that the step reads, over all layers, added to what is there
     const Adapter* const* adapters;  // of each request, null where it has none; null: no request has one
-    int64_t adapter_width;           // the most n of those
+    int64_t adapter_width;           // the most n of those, a multiple of 32
 };
 
 }  // namespace ts

@@ -54,12 +54,36 @@ void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y,
 // The operation that reads what a norm made and may have adapters.
 size_t Step::reader_of(size_t norm) const { return norm + (ops_[norm + 1].kind == OpKind::RouteTokens ? 2 : 1); }
 
-// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0.
+// Outputs [n0, n1) of rows x, in words of two bf16 or in fp32, as `packed` is.
+static void multiply_thin(const Kernels& kernels, const Adapter& adapter, const void* packed, int64_t k, const float* x,
+                          int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    if (adapter.bf16 != 0)
+        kernels.thin_bf16(static_cast<const uint32_t*>(packed), (k + 1) / 2, reinterpret_cast<const uint32_t*>(x), ldx,
+                          m, n0, n1, y, ldy, add);
+    else kernels.thin_f32(static_cast<const float*>(packed), k, x, ldx, m, n0, n1, y, ldy, add);
+}
+
+// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. In bf16 a row of `to`
+// holds bf16, zeros behind the last.
 void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to) {
     const int64_t width = batch_->adapter_width;
+    ThreadMemory& own = *memory_[now.thread];
     each_adapter(now, op, first, last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
         const AdapterAt& at = adapter.at[op];
-        kernels_->thin(adapter.bf16 != 0, at.packed, k, x + r * k, k, n_rows, 0, at.n, to + r * width, width, false);
+        const bool halves = adapter.bf16 != 0;
+        float* const sums = halves ? own.thin_sums.get() : to + r * width;
+        const float* from = x + r * k;
+        const auto round = [](const float* row, int64_t n, int64_t m, void* rounded) {
+            Rows made{m, nullptr, static_cast<const uint16_t*>(rounded), nullptr, nullptr, nullptr};
+            prepare_rows(Format::BF16, row, n, made, 0, m);
+        };
+        if (halves) {
+            round(from, k, n_rows, own.thin_rows.get());
+            from = reinterpret_cast<const float*>(own.thin_rows.get());
+        }
+        multiply_thin(*kernels_, adapter, at.packed, k, from, halves ? padded(k) / 2 : k, n_rows, 0, at.n, sums, width,
+                      false);
+        for (int64_t i = 0; halves && i < n_rows; i++) round(sums + i * width, at.n, 1, to + (r + i) * width);
     });
 }
 
@@ -72,9 +96,10 @@ void Step::adapt(const Now& now, int second, Range outputs, float* y, int64_t ld
             const AdapterPart& part = at.parts[i];
             const int64_t n0 = std::max<int64_t>(0, outputs.first - part.begin);
             const int64_t n1 = std::min(part.n, outputs.last - part.begin), row = r - now.first;
-            if (part.second == second && n0 < n1)
-                kernels_->thin(adapter.bf16 != 0, part.packed, part.k, now.thin + row * width + part.first, width,
-                               n_rows, n0, n1, y + row * ldy + part.begin, ldy, true);
+            if (part.second != second || n0 >= n1) continue;
+            const float* from = now.thin + row * width + (adapter.bf16 != 0 ? part.first / 2 : part.first);
+            multiply_thin(*kernels_, adapter, part.packed, part.k, from, width, n_rows, n0, n1,
+                          y + row * ldy + part.begin, ldy, true);
         }
     });
 }

@@ -45,7 +45,8 @@ struct ThreadMemory {
     Array<float> normed, mlp_inner, up, scores;
     PreparedRows rows;
     Array<uint8_t> attention;
-    Array<float> thin;
+    Array<float> thin, thin_sums;
+    Array<uint16_t> thin_rows;
     Routing routing;  // of so few rows that every thread routes them for itself
 };
 
