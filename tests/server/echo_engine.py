@@ -63,20 +63,40 @@ class EchoEngine:
     requests: dict[tuple[str, int], Running] = field(default_factory=dict)  # by id and index of the answer
     steps: int = 0
     step_s: float = 0.0
+    adapters: dict[str, Path] = field(default_factory=dict)
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        if not directory.is_dir():
+            raise InputError(f"{directory} has no adapter_config.json.", field="lora_path")
+        self.adapters[name] = directory
+
+    def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
     def add_request(
-        self, request_id: str, prompt_ids: list[int], params: Any, priority: int, client: str, timeout_s: float | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: Any,
+        priority: int,
+        client: str,
+        timeout_s: float | None,
+        lora: str | None = None,
     ) -> None:
+        if lora is not None and lora not in self.adapters:
+            raise InputError(f"adapter {lora!r} is not loaded.")
         if prompt_ids[0] == REFUSE:
             raise InputError("prompt is refused by the echo engine.")
         if prompt_ids[0] == TOO_LARGE:
             raise CapacityError("prompt needs more pages than there are.")
         for i in range(params.n):
-            self.requests[request_id, i] = Running([*prompt_ids[:-1], prompt_ids[-1] + 10 * i], params, client)
+            self.requests[request_id, i] = Running(
+                [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)], params, client
+            )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         for name in [name for name in self.requests if name[0] == request_id and index in (None, name[1])]:

@@ -31,6 +31,7 @@ class EchoSettings(ServeSettings):
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--max-concurrent", type=int, default=128)
     parser.add_argument("--grace-s", type=float, default=90.0)
     parser.add_argument("--api-key-file", type=Path)
@@ -48,9 +49,15 @@ def main() -> int:
         setattr(place, constant, json.loads(value))
     logging.basicConfig(level=logging.INFO)
     settings = EchoSettings(
-        Path(args.model), EngineSettings(), ("echo",), args.api_key_file, args.max_concurrent, args.grace_s, tuple(args.engine)
+        Path(args.model),
+        EngineSettings(),
+        ("echo",),
+        args.api_key_file,
+        args.max_concurrent,
+        args.grace_s,
+        extra=tuple(args.engine),
     )
-    listener = bind("127.0.0.1", 0)
+    listener = bind(args.host, 0)
     child = launch_engine(settings.engine_command())
 
     def announce(started: Started) -> None:

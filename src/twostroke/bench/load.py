@@ -8,6 +8,7 @@ closed loop, each of N users sends the next request when the last one has ended.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -50,6 +51,7 @@ class LoadSpec:
     output_tokens: tuple[int, int] = (64, 64)
     endpoint: Literal["completions", "chat"] = "completions"
     model: str | None = None  # None: the first that /v1/models names
+    adapters: tuple[str, ...] = ()  # models that requests name in turn instead
     temperature: float = 0.0
     ignore_eos: bool = True
     prompt_text: str | None = None  # a text file; None: random words
@@ -261,11 +263,12 @@ _Send = Callable[[PlannedRequest, float], Awaitable[_Sent]]
 
 class _Sender:
     def __init__(self, address: Address, headers: dict[str, str], spec: LoadSpec, model: str) -> None:
-        self._address, self._headers, self._spec, self._model = address, headers, spec, model
+        self._address, self._headers, self._spec = address, headers, spec
+        self._models = itertools.cycle(spec.adapters or (model,))
 
     async def send(self, request: PlannedRequest, scheduled: float) -> _Sent:
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": next(self._models),
             "max_tokens": request.max_tokens,
             "temperature": self._spec.temperature,
             "stream": True,

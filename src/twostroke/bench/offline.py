@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +36,7 @@ class Generator(Protocol):
 
     engine: Any
 
-    def generate(self, prompts: Any, params: Any) -> Any: ...
+    def generate(self, prompts: Any, params: Any, lora: Any = None) -> Any: ...
 
     def stats(self) -> Any: ...
 
@@ -81,9 +81,15 @@ class OfflinePoint:
 
 
 def run_offline(
-    model: Path, llm: Generator, spec: OfflineSpec, batch: int, progress: Callable[[], None] = lambda: None
+    model: Path,
+    llm: Generator,
+    spec: OfflineSpec,
+    batch: int,
+    progress: Callable[[], None] = lambda: None,
+    adapters: Sequence[str] = (),
 ) -> OfflinePoint:
-    """Measure one batch size after a warm-up that does not count. ``progress`` is called after each repeat."""
+    """Measure one batch size after a warm-up that does not count. ``progress`` is called after each repeat. Prompts have the
+    ``adapters`` in turn, if there are any."""
     model_spec = read_spec(model)
     rng = random.Random(spec.seed)
 
@@ -91,7 +97,7 @@ def run_offline(
         prompts = [[rng.randrange(model_spec.vocab_size) for _ in range(spec.prompt_tokens)] for _ in range(batch)]
         params = SamplingParams(temperature=0.0, max_tokens=n_output, ignore_eos=True)
         start = time.perf_counter()
-        llm.generate(prompts, params)
+        llm.generate(prompts, params, [adapters[i % len(adapters)] for i in range(batch)] if adapters else None)
         return time.perf_counter() - start
 
     timed(2)

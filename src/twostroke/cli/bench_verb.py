@@ -14,6 +14,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
 from twostroke.cli.opened_model import opened_model
+from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
@@ -56,6 +57,7 @@ def bench_serve(
     seed: int = typer.Option(0, help="Seed of arrivals, lengths and prompts."),
     timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
     api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
+    lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests ask for them in turn."),
     engine: EngineSettings = FROM_OPTIONS,
     output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -80,6 +82,13 @@ def bench_serve(
         raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
     if model is None and url is None:
         raise ConfigError("give a model directory to serve, or --url of a running server.")
+    adapters = adapters_of(lora)
+    if adapters:
+        log(NOT_PLANNED)
+    if adapters and (url is not None or served_name is not None):
+        raise ConfigError(
+            "--lora is for a server that is started here. Of a running one, name the adapter: --served-name NAME."
+        )
     load = LoadSpec(
         n_requests=n_requests,
         request_rate=request_rate,
@@ -96,6 +105,7 @@ def bench_serve(
         warmup_requests=warmup_requests,
         seed=seed,
         timeout_s=timeout_s,
+        adapters=tuple(adapters),
     )
     objective = None if slo is None else Slo.parse(slo)
     key = None if api_key_file is None else _first_key(api_key_file)
@@ -116,7 +126,9 @@ def bench_serve(
         if url is None:
             assert directory is not None
             log(f"starting a server for {directory}")
-            own = stack.enter_context(own_server(directory, words(engine)))
+            own = stack.enter_context(
+                own_server(directory, [*words(engine), *(f"--lora={name}={path}" for name, path in adapters.items())])
+            )
             url, server = own.url, own.document
             engine = replace(engine, dtype=own.dtype)  # the engine's choice, if --dtype left it to the engine
         inputs: dict[str, Any] = {"url": url, "scheme": None}
@@ -160,6 +172,7 @@ def bench_offline(
     prompt_tokens: int = typer.Option(128, help="Length of each prompt."),
     output_tokens: int = typer.Option(64, help="Length of each output, at least 2."),
     repeats: int = typer.Option(3, help="Measurements of each batch size; the median counts."),
+    lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests of a batch have them in turn."),
     engine: EngineSettings = FROM_OPTIONS,
     seed: int = typer.Option(0, help="Seed of the random prompts."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -177,10 +190,13 @@ def bench_offline(
     shape = serving_shape(directory, spec, engine, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     from twostroke.engine.llm import LLM
 
-    llm = LLM(directory, **engine.changed())
+    adapters = adapters_of(lora)
+    if adapters:
+        log(NOT_PLANNED)
+    llm = LLM(directory, adapters, **engine.changed())
     inputs: dict[str, Any] = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8}
     inputs |= {"in_bf16": shape.in_bf16, **engine.changed()}
-    inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+    inputs |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **({"lora": [*adapters]} if adapters else {})}
     points, runs = [], []
     with progress("offline", len(offline.batches) * repeats) as advance:
         done = 0
@@ -197,7 +213,7 @@ def bench_offline(
             )
             with recording("bench", subject, inputs | {"batch": n}, plan, log) as run:
                 with run.meter:
-                    point = run_offline(directory, llm, offline, n, step)
+                    point = run_offline(directory, llm, offline, n, step, [*adapters])
                 measured = point.values() | ({"ttft_s": point.prefill_s} if n == 1 else {})
                 measured = run.spent(measured) | measured
                 run.measure({name: value for name, value in measured.items() if name != "batch"})

@@ -16,9 +16,10 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
+from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
-from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.errors import ConfigError, InputError, TwostrokeError
 from twostroke.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def generate(
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: a new seed each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
+    lora: list[str] = typer.Option([], help=f"{LORA_HELP} One is for all prompts, several are for one prompt each."),
     engine: EngineSettings = FROM_OPTIONS,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -70,7 +72,14 @@ def generate(
         frequency_penalty=frequency_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
+    adapters = adapters_of(lora)
+    if len(adapters) > 1 and len(adapters) != len(prompts):
+        raise ConfigError(f"{len(adapters)} adapters for {len(prompts)} prompts. Give one for all, or one for each.")
+    named = [*adapters] if len(adapters) > 1 else next(iter(adapters), None)
+    if adapters:
+        log(NOT_PLANNED)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
+    inputs |= {"lora": [*adapters]} if adapters else {}
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
@@ -81,12 +90,12 @@ def generate(
         from twostroke.engine.achieved import achieved
         from twostroke.engine.llm import LLM
 
-        llm = LLM(directory, **engine.changed())
+        llm = LLM(directory, adapters, **engine.changed())
         startup_s = time.perf_counter() - began
         for note in llm.engine.spec.notes:
             log(note)
         with run.meter:
-            outputs = llm.generate(prompts, params) if as_json else _stream(llm, prompts, params)
+            outputs = llm.generate(prompts, params, named) if as_json else _stream(llm, prompts, params, named)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
         measured = _measured(directory, llm, rates, outputs, startup_s)
         measured = run.spent(measured) | measured
@@ -136,7 +145,9 @@ def _stdin() -> str:
     return text
 
 
-def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+def _stream(
+    llm: LLM, prompts: Sequence[str], params: SamplingParams, lora: str | Sequence[str | None] | None
+) -> list[RequestOutput]:
     """Print each answer as it is made; later ones wait until those before are complete. Returns all of them."""
     n_answers = len(prompts) * params.n
 
@@ -149,7 +160,7 @@ def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Re
     turn, waiting, done = 0, [""] * n_answers, [False] * n_answers
     begin(0)
     outputs: list[RequestOutput] = []
-    for delta in llm.stream(prompts, params, into=outputs):
+    for delta in llm.stream(prompts, params, into=outputs, lora=lora):
         place = delta.index * params.n + delta.answer
         waiting[place] += delta.text
         done[place] = delta.finish_reason is not None

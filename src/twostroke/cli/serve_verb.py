@@ -10,6 +10,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
+from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes, format_count, format_seconds
@@ -31,6 +32,7 @@ def serve(
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
+    lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests ask for the model NAME."),
     engine: EngineSettings = FROM_OPTIONS,
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
@@ -50,7 +52,10 @@ def serve(
         raise ConfigError(f"host={host} lets other machines in, and there is no --api-key-file. Give one, or --without-key.")
     engine = replace(engine, separate_prefixes=api_key_file is not None and not share_prefixes)
     names = tuple(served_name) or (directory.resolve().name,)
-    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s)
+    adapters = {name: str(path.resolve()) for name, path in adapters_of(lora).items()}
+    if taken := sorted(adapters.keys() & set(names)):
+        raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
+    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters)
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
     child = launch_engine(settings.engine_command())
@@ -74,7 +79,7 @@ def serve(
             }
             sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
             line = f"serving {started.names[0]} ({ready.dtype}, {sizes}) at {started.url}/v1"
-            for note in ready.notes:
+            for note in (*ready.notes, *([NOT_PLANNED] if adapters else [])):
                 log(note)
             emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)
 

@@ -63,6 +63,7 @@ class EngineSettings:
     n_threads: int | None = _number(
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
+    lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
     def __post_init__(self) -> None:

@@ -128,6 +128,15 @@ TOKEN_BUDGET = 512
 MAX_RUNNING = 128
 """Requests that run at once by default."""
 
+MAX_ADAPTERS = 256
+"""Adapters that requests may name at once."""
+
+MAX_ADAPTER_RANK = 512
+"""Largest rank of a served adapter."""
+
+ADAPTER_MEMORY_BYTES = 2 * 2**30
+"""Memory of adapters by default: two hundred of rank 16 beside every matrix of a model of 135M parameters."""
+
 MOST_THREADS = 256
 """Threads that the engine may be told to use: the native library's pool has places for so many (``Pool::kMaxThreads``), and
 OpenMP crashes where the system refuses it a thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twostroke.core.policy import PREFILL_QUERIES
 from twostroke.core.spec import ModelSpec
+from twostroke.engine.adapters import Parts
 from twostroke.model.rope import angles
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
@@ -68,6 +69,8 @@ class StepBatch:
     rotations: tuple[Complex[Tensor, "n 1 half_D"], ...]  # of each of the model's ``ropes``
     groups: dict[int | None, tuple[Group, ...]]  # by window, because layers with different windows see different keys
     sampled_rows: Int[Tensor, " sampled"] | None  # None: all rows
+    adapters: tuple[Parts, ...] = ()  # those of the step's rows
+    adapter_of: Int[Tensor, " n"] | None = None  # which of them a row has, -1: none; None: no row has one
 
     @property
     def n_rows(self) -> int:
@@ -91,6 +94,16 @@ class BatchBuilder:
 
     def build(self, step: ScheduledStep, all_rows: bool = False) -> StepBatch:
         """Tensors of ``step``. ``all_rows`` asks for logits of every row, not only of those that a token is sampled from."""
+        batch = self._build(step, all_rows)
+        held = [getattr(request.adapter, "held", None) for request in step.requests]
+        if not any(held):
+            return batch
+        adapters = tuple({id(parts): parts for parts in held if parts is not None}.values())
+        numbers = {id(parts): i for i, parts in enumerate(adapters)}
+        of_requests = torch.tensor([numbers.get(id(parts), -1) for parts in held])
+        return replace(batch, adapters=adapters, adapter_of=of_requests.repeat_interleave(torch.tensor(step.counts)))
+
+    def _build(self, step: ScheduledStep, all_rows: bool) -> StepBatch:
         for request in step.grown:
             self.table[request.slot, : len(request.pages)] = request.pages
             # Neighbouring pages are one view of the pool; others have to be copied together.

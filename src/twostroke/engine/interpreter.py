@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.engine import plan as p
+from twostroke.engine.adapters import Parts
 from twostroke.engine.batch import Group, StepBatch
 from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.kv_pool import KVPool
@@ -29,12 +30,13 @@ class Buffers:
     """The plan's buffers during one step (``engine.plan`` says what each holds)."""
 
     __slots__ = (
-        "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed", "shared_shares",
-        "shares",
+        "adapted", "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed",
+        "shared_shares", "shares",
     )  # fmt: skip
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
+        self.adapted = _grouped(batch, batch.adapter_of)
         self.residual: Any = None
         self.normed: Any = None
         self.qkv: Any = None
@@ -45,6 +47,25 @@ class Buffers:
         self.shares: Any = None
         self.shared_shares: Any = None
         self.logits: Any = None
+
+
+def _grouped(batch: StepBatch, adapter_of: Tensor | None) -> list[tuple[Parts, Tensor]]:
+    """The rows of each adapter."""
+    if adapter_of is None:
+        return []
+    return [(parts, (adapter_of == i).nonzero()[:, 0]) for i, parts in enumerate(batch.adapters)]
+
+
+def adapt(module: str, inside: Tensor, outputs: Tensor, adapted: list[tuple[Parts, Tensor]]) -> Tensor:
+    """``outputs`` of the matrix ``module``, to which rows with an adapter have added (inside·Aᵀ)·Bᵀ, in place. Both products
+    round what they read to the adapter's own type."""
+    for parts, rows in adapted:
+        for part in parts.get(module, ()):
+            own, dtype = part.a.dtype, inside.dtype
+            thin = F.linear(inside[rows].to(own).to(dtype), part.a.to(dtype))
+            columns = slice(part.begin, part.begin + len(part.b))
+            outputs[rows, columns] += F.linear(thin.to(own).to(dtype), part.b.to(dtype))
+    return outputs
 
 
 class TorchInterpreter:
@@ -113,7 +134,8 @@ class TorchInterpreter:
         b.normed = self._normed(op, b.residual)
 
     def _qkv_projection(self, op: p.QkvProjection, b: Buffers) -> None:
-        b.qkv = op.matrix(b.normed).view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
+        qkv = adapt(op.module, b.normed, op.matrix(b.normed), b.adapted)
+        b.qkv = qkv.view(b.batch.n_rows, -1, self.head_dim)  # (n, H + 2K, D)
 
     def _latent_projection(self, op: p.LatentProjection, b: Buffers) -> None:
         mla, inside = op.mla, b.normed
@@ -198,24 +220,28 @@ class TorchInterpreter:
         rows = b.batch.sampled_rows
         if rows is not None:
             b.residual, b.attention_out = b.residual[rows], b.attention_out[rows]
+            if b.batch.adapter_of is not None:
+                b.adapted = _grouped(b.batch, b.batch.adapter_of[rows])
 
-    def _added(self, op: p.OutProjectionAdd | p.MlpDownAdd, inside: Tensor, residual: Tensor) -> Tensor:
+    def _added(
+        self, op: p.OutProjectionAdd | p.MlpDownAdd, inside: Tensor, residual: Tensor, adapted: list[tuple[Parts, Tensor]]
+    ) -> Tensor:
         if op.norm is None and op.scale == 1.0:
-            return op.matrix(inside, residual)
-        added = op.matrix(inside)
+            return adapt(op.module, inside, op.matrix(inside, residual), adapted)
+        added = adapt(op.module, inside, op.matrix(inside), adapted)
         return residual + op.scale * (added if op.norm is None else self._normed(op.norm, added))
 
     def _out_projection_add(self, op: p.OutProjectionAdd, b: Buffers) -> None:
-        b.residual = self._added(op, b.attention_out, b.residual)
+        b.residual = self._added(op, b.attention_out, b.residual, b.adapted)
 
     def _mlp_up(self, op: p.MlpUp, b: Buffers) -> None:
-        wide = op.matrix(b.normed)
+        wide = adapt(op.module, b.normed, op.matrix(b.normed), b.adapted)
         b.mlp_inner = gated(op.activation)(*wide.chunk(2, dim=-1)) if op.gated else ACTIVATIONS[op.activation](wide)
         if op.shared:
             b.mlp_inner *= b.shared_shares
 
     def _mlp_down_add(self, op: p.MlpDownAdd, b: Buffers) -> None:
-        b.residual = self._added(op, b.mlp_inner, b.residual)
+        b.residual = self._added(op, b.mlp_inner, b.residual, b.adapted)
 
     def _route_tokens(self, op: p.RouteTokens, b: Buffers) -> None:
         b.shares, b.chosen = choose_experts(op.moe, op.matrix(b.normed), op.correction)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class _Open:
     params: SamplingParams
     answers: list[_Answer]
     began: float
+    lora: str | None = None
     first: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
@@ -111,12 +112,13 @@ class _Open:
 class LLM:
     """An engine in this process. ``model`` is a model directory, or the output of a training run.
 
-    ``settings`` are fields of ``EngineSettings``, as ``dtype="int8"``. Raises what ``EngineSettings`` and ``EngineCore`` raise.
-    Without a ``tokenizer.json`` prompts must be token ids, and answers have no text. Torch's number of threads is set for the
-    whole process.
+    ``settings`` are fields of ``EngineSettings``, as ``dtype="int8"``. ``loras`` are directories of adapters in PEFT's layout
+    by the names that prompts call them by; ``load_lora`` and ``unload_lora`` change them later. Raises what ``EngineSettings``
+    and ``EngineCore`` raise. Without a ``tokenizer.json`` prompts must be token ids, and answers have no text. Torch's number
+    of threads is set for the whole process.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
+    def __init__(self, model: str | Path, loras: Mapping[str, str | Path] | None = None, **settings: Any) -> None:
         directory = Path(model)
         if not (directory / "config.json").is_file() and (directory / "model" / "config.json").is_file():
             directory = directory / "model"
@@ -126,17 +128,31 @@ class LLM:
         self._lengths: dict[bool, dict[int, int]] = {}  # shared by the detokenizers of all answers
         self._numbers = itertools.count()
         self._inbox: dict[str, list[TokenEvent]] = {}
+        for name, adapter in (loras or {}).items():
+            self.load_lora(name, adapter)
+
+    def load_lora(self, name: str, directory: str | Path) -> None:
+        """Let prompts name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
+        self.engine.load_adapter(name, directory)
+
+    def unload_lora(self, name: str) -> None:
+        """Let no further prompt name it; those under way are answered. Raises InputError for an unknown name."""
+        self.engine.unload_adapter(name)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to ``prompts``, in their order. A prompt is a text or a list of token ids; one alone counts as a list of one.
 
-        ``params`` is one for all prompts, or one for each; the default is ``SamplingParams()``. Raises InputError,
-        CapacityError or DataError for a prompt that cannot be answered, before anything is computed.
+        ``params`` is one for all prompts, or one for each; the default is ``SamplingParams()``. ``lora`` likewise is the name
+        of an adapter, None: the model as it is. Raises InputError, CapacityError or DataError for a prompt that cannot be
+        answered, before anything is computed.
         """
         outputs: list[RequestOutput] = []
-        for _ in self.stream(prompts, params, outputs):
+        for _ in self.stream(prompts, params, outputs, lora):
             pass
         return outputs
 
@@ -145,12 +161,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         into: list[RequestOutput] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Iterator[Delta]:
         """The same piece by piece, as it is generated. At the end the whole answers are appended to ``into``.
 
         Closing the iterator cancels the requests that are unfinished. Errors come before the first piece.
         """
-        requests = self._start(prompts, params)
+        requests = self._start(prompts, params, lora)
         outputs: dict[int, RequestOutput] = {}
         for delta in self._run(requests):
             if delta.finish_reason is not None and requests[delta.index].finished:
@@ -163,7 +180,10 @@ class LLM:
         return self.engine.stats()
 
     def _start(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: str | Sequence[str | None] | None,
     ) -> list[_Open]:
         batch = _as_batch(prompts)
         each = (
@@ -171,9 +191,12 @@ class LLM:
         )
         if len(each) != len(batch):
             raise InputError(f"{len(each)} sampling parameters for {len(batch)} prompts. Give one for all, or one for each.")
-        return [self._prepare(i, prompt, p) for i, (prompt, p) in enumerate(zip(batch, each, strict=True))]
+        loras = [lora] * len(batch) if lora is None or isinstance(lora, str) else list(lora)
+        if len(loras) != len(batch):
+            raise InputError(f"{len(loras)} names of adapters for {len(batch)} prompts. Give one for all, or one for each.")
+        return [self._prepare(i, prompt, p, name) for i, (prompt, p, name) in enumerate(zip(batch, each, loras, strict=True))]
 
-    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams) -> _Open:
+    def _prepare(self, index: int, prompt: Prompt, params: SamplingParams, lora: str | None) -> _Open:
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -190,7 +213,7 @@ class LLM:
         if self.tokenizer is None and params.stop:
             raise DataError(f"{self.directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
         answers = [_Answer(self._detokenizer(params, ids)) for _ in range(params.n)]
-        return _Open(index, text, ids, params, answers, time.perf_counter())
+        return _Open(index, text, ids, params, answers, time.perf_counter(), lora)
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:
@@ -202,7 +225,7 @@ class LLM:
         open_ids: set[str] = set()
         try:
             for name, request in named.items():
-                self.engine.add_request(name, request.prompt_ids, request.params)
+                self.engine.add_request(name, request.prompt_ids, request.params, lora=request.lora)
                 open_ids.add(name)
             while open_ids:
                 for event in self._events(open_ids):

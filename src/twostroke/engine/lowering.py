@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,23 @@ def interleaved(head_dim: int) -> Tensor:
     3.3 µs instead of 5.9). Scores do not change, because queries and keys are reordered alike.
     """
     return torch.arange(head_dim).view(2, head_dim // 2).t().reshape(-1)
+
+
+def head_order(spec: ModelSpec) -> Tensor | None:
+    """Order of a head's numbers in which the two that one angle rotates are neighbours; None if none are rotated."""
+    if not spec.ropes:
+        return None
+    return by_halves(torch.arange(spec.head_dim), spec)[interleaved(spec.head_dim)]
+
+
+def head_rows(spec: ModelSpec) -> Tensor | None:
+    """Order of the rows of the packed projection; None if heads are not rotated."""
+    order = head_order(spec)
+    if order is None:
+        return None
+    n_rotated = spec.n_heads + spec.n_kv_heads
+    rotated = (torch.arange(n_rotated)[:, None] * spec.head_dim + order).reshape(-1)
+    return torch.cat((rotated, torch.arange(n_rotated * spec.head_dim, qkv_rows(spec))))
 
 
 class _Lowering:
@@ -175,24 +192,8 @@ class _Lowering:
         scale = self.spec.departures.embedding_scale
         return p.Embed(self.get("embed.weight"), self.get("position_embed.weight") if learned else None, scale)
 
-    @cached_property
-    def head_order(self) -> Tensor | None:
-        """Order of a head's numbers in which the two that one angle rotates are neighbours; None if none are rotated."""
-        if not self.ropes:
-            return None
-        return by_halves(torch.arange(self.spec.head_dim), self.spec)[interleaved(self.spec.head_dim)]
-
-    def head_rows(self) -> Tensor | None:
-        """Order of the rows of the packed projection; None if heads are not rotated."""
-        spec, order = self.spec, self.head_order
-        if order is None:
-            return None
-        n_rotated = spec.n_heads + spec.n_kv_heads
-        rotated = (torch.arange(n_rotated)[:, None] * spec.head_dim + order).reshape(-1)
-        return torch.cat((rotated, torch.arange(n_rotated * spec.head_dim, qkv_rows(spec))))
-
     def head_norms(self, block: str) -> Float[Tensor, "heads D"]:
-        spec, order = self.spec, self.head_order
+        spec, order = self.spec, head_order(self.spec)
         q, k = (self.get(f"{block}.{norm.module}.weight").view(-1, spec.head_dim) for norm in head_norms(spec))
         weight = torch.cat((q.expand(spec.n_heads, -1), k.expand(spec.n_kv_heads, -1))).to(self.dtype) + norm_offset(spec)
         return weight if order is None else weight[:, order]
@@ -202,7 +203,8 @@ class _Lowering:
         if self.spec.mla is not None:
             return self.latent_projection(block, self.spec.mla)
         qkv = attention_matrices(self.spec)[0]
-        return p.QkvProjection(self.matrix(f"{block}.{qkv.module}", qkv.bias, self.head_rows()))
+        module = f"{block}.{qkv.module}"
+        return p.QkvProjection(self.matrix(module, qkv.bias, head_rows(self.spec)), module)
 
     def latent_projection(self, block: str, mla: MlaSpec) -> p.LatentProjection:
         held = {matrix.name: matrix for matrix in attention_matrices(self.spec)}
@@ -278,7 +280,8 @@ class _Lowering:
         if spec.mla is not None:
             ops.append(p.LatentValues(spec.mla, self.of_heads(self.rebuilding(name)[:, spec.mla.qk_nope_dim :])))
         parallel = away.parallel_block
-        attention = p.OutProjectionAdd(self.matrix(f"{name}.{out.module}", out.bias), of_attn, scale, parallel)
+        to_out = f"{name}.{out.module}"
+        attention = p.OutProjectionAdd(self.matrix(to_out, out.bias), of_attn, scale, parallel, to_out)
         if spec.has_experts(i):
             return [*ops, attention, *self.mixture(name, i, read_by_mlp)]
         mlp = self.mlp(name, read_by_mlp, of_mlp, mlp_matrices(spec, i), not parallel)
@@ -299,12 +302,12 @@ class _Lowering:
     ) -> list[p.Op]:
         """Up and down of ``matrices``; ``shared``: each row is weighed by its share of shared experts."""
         up, down = matrices
-        wide, spec = self.gate_up(f"{block}.{up.module}", up), self.spec
-        narrow = self.matrix(f"{block}.{down.module}", down.bias)
+        modules = f"{block}.{up.module}", f"{block}.{down.module}"
+        wide, spec, narrow = self.gate_up(modules[0], up), self.spec, self.matrix(modules[1], down.bias)
         return [
             read,
-            p.MlpUp(wide, spec.activation, bool(up.packed), shared),
-            p.MlpDownAdd(narrow, post_norm, spec.departures.residual_scale, ends),
+            p.MlpUp(wide, spec.activation, bool(up.packed), shared, modules[0]),
+            p.MlpDownAdd(narrow, post_norm, spec.departures.residual_scale, ends, modules[1]),
         ]
 
     def mixture(self, block: str, layer: int, read: p.Norm) -> list[p.Op]:

@@ -70,4 +70,11 @@ class EngineStats:
     decode_tokens: int = 0
     decode_bytes: int = 0
     decode_flop: int = 0
+    adapters: int = 0  # that requests may name
+    adapters_held: int = 0  # in memory
+    adapter_bytes: int = 0
+    adapter_loads: int = 0
+    adapter_load_s: float = 0.0
+    adapter_hits: int = 0  # admitted requests whose adapter was in memory
+    adapter_evictions: int = 0  # adapters that made room for others
     expert_load: float = 0.0  # largest load of an expert over its layer's mean, in the worst layer; 0 without experts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import Tensor
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.schemes import CACHES
 from twostroke.engine import plan as p
+from twostroke.engine.adapters import Parts
 from twostroke.engine.expert_load import ExpertLoad
+from twostroke.engine.native_adapters import NativeAdapter
 from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
@@ -72,6 +75,7 @@ class NativeRunner:
         self.table = np.zeros((config.max_running, width), np.int64)
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
+        self._n_held = 0
         self._n_usual = config.max_running  # rows of logits that stay allocated; more exist only while prompts are scored
         self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
         self._batch = CBatch(table=self.table.ctypes.data, table_stride=width)
@@ -96,7 +100,17 @@ class NativeRunner:
         With ``n_threads`` 1 the caller's thread computes alone and the pool is not woken. ``trace`` receives the residual
         stream after the embedding and after each block; it needs ``all_rows``, because other rows end at the last attention.
         """
-        batch, n = self._batch, len(step.requests)
+        batch, n, given = self._batch, len(step.requests), step
+        adapters = [getattr(request.adapter, "held", None) for request in step.requests] if self._n_held else []
+        row_of: np.ndarray | None = None
+        if any(adapters):
+            if not all_rows:
+                step, adapters, row_of = _grouped(step, adapters)
+            batch.adapter_width = max(adapter.width for adapter in adapters if adapter is not None)
+            pointers = (ctypes.c_void_p * n)(*(a and ctypes.addressof(a.c) for a in adapters))
+            batch.adapters = ctypes.addressof(pointers)
+        else:
+            batch.adapters, batch.adapter_width = None, 0
         requests = step.requests
         for request in step.grown:  # a decoding request gets a page only every 16 tokens; the rest of the table stays
             self.table[request.slot, : len(request.pages)] = request.pages
@@ -114,9 +128,11 @@ class NativeRunner:
             n_rows = len(tokens)
             self._tokens[:n_rows] = tokens
             if rows is None and not all_rows:
-                kept = _sampled_rows(step)
+                kept = _sampled_rows(given)
         if rows is not None:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
+        if row_of is not None:
+            kept = row_of if kept is None else row_of[kept]
         n_kept = n_rows if kept is None else len(kept)
         if n_kept <= self._n_usual:  # the last scored prompt is over
             self.release_logits()
@@ -142,6 +158,11 @@ class NativeRunner:
     def _take_logits(self, n: int) -> None:
         self._logits, self._best = torch.empty((n, self.plan.spec.vocab_size)), torch.empty(n)
         self._best_tokens = torch.empty(n, dtype=torch.int64)
+
+    def hold(self, parts: Parts) -> NativeAdapter:
+        """The form in which the library reads an adapter."""
+        self._n_held += 1
+        return NativeAdapter(self.plan, parts)
 
     def release_logits(self) -> None:
         """Free the logits if they have more rows than requests may run at once."""
@@ -238,6 +259,24 @@ class NativeRunner:
         if table.dtype not in _TABLE_TYPES:
             table = table.float()
         return self._hold(table), _TABLE_TYPES[table.dtype]
+
+
+def _grouped(
+    step: ScheduledStep, adapters: Sequence[NativeAdapter | None]
+) -> tuple[ScheduledStep, list[NativeAdapter | None], np.ndarray | None]:
+    """The step with its requests in the order of their adapters, these, and each row's new place; None if none has moved.
+
+    Rows of an adapter that lie together are multiplied together, so that its numbers are read once.
+    """
+    keys = [0 if adapter is None else id(adapter) for adapter in adapters]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    if order == list(range(len(keys))):
+        return step, list(adapters), None
+    counts = [step.counts[i] for i in order]
+    firsts = dict(zip(order, np.cumsum(counts) - counts, strict=True))
+    row_of = np.concatenate([np.arange(firsts[i], firsts[i] + n, dtype=np.int64) for i, n in enumerate(step.counts)])
+    requests, starts = [step.requests[i] for i in order], [step.starts[i] for i in order]
+    return replace(step, requests=requests, counts=counts, starts=starts), [adapters[i] for i in order], row_of
 
 
 def _native(experts: Any) -> NativeExperts:

@@ -167,4 +167,30 @@ class CBatch(ctypes.Structure):
         ("n_threads", _I64),
         ("expert_load", _POINTER),
         ("experts_touched", _POINTER),
+        ("adapters", _POINTER),
+        ("adapter_width", _I64),
     ]
+
+
+MOST_PARTS = 3
+"""Of an adapter at one operation: queries, keys and values."""
+
+
+@mirror("AdapterPart")
+class CAdapterPart(ctypes.Structure):
+    _fields_ = [
+        ("packed", _POINTER),
+        ("begin", _I64),
+        ("n", _I64),
+        *((name, _I32) for name in ("first", "k", "second", "unused")),
+    ]
+
+
+@mirror("AdapterAt")
+class CAdapterAt(ctypes.Structure):
+    _fields_ = [("packed", _POINTER), ("n", _I64), ("n_parts", _I64), ("parts", CAdapterPart * MOST_PARTS)]
+
+
+@mirror("Adapter")
+class CAdapter(ctypes.Structure):
+    _fields_ = [("at", _POINTER), ("bf16", _I64)]

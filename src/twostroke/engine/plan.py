@@ -39,9 +39,10 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class QkvProjection:
-    """qkv ← normed·Wᵀ + b."""
+    """qkv ← normed·Wᵀ + b. ``module`` is where the matrix is in the decoder: adapters of it are found by that ("": none)."""
 
     matrix: Matrix
+    module: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,7 @@ class OutProjectionAdd:
     norm: Norm | None = None
     scale: float = 1.0
     ends_block: bool = False
+    module: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +127,7 @@ class MlpUp:
     activation: Activation
     gated: bool
     shared: bool = False
+    module: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +139,7 @@ class MlpDownAdd:
     norm: Norm | None = None
     scale: float = 1.0
     ends_block: bool = True
+    module: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +178,8 @@ class LmHead:
 
 BlockProduct = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd | LatentProjection
 Product = BlockProduct | LmHead
+Adaptable = QkvProjection | OutProjectionAdd | MlpUp | MlpDownAdd
+"""Whose products adapters add to, where they have a ``module``."""
 Op = (
     Product
     | Embed

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from twostroke.engine import plan as p
+from twostroke.engine.adapters import Parts
 from twostroke.engine.batch import BatchBuilder
 from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.interpreter import TorchInterpreter
@@ -36,6 +37,11 @@ class TorchRunner:
             self.experts.touched[0] = 0
         batch = self._builder.build(step)
         return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
+
+    @staticmethod
+    def hold(parts: Parts) -> Parts:
+        """The form in which the interpreter reads an adapter: as it is."""
+        return parts
 
     def release_logits(self) -> None:
         """Does nothing: no logits are kept from step to step."""

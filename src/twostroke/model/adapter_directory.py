@@ -41,6 +41,7 @@ from twostroke.model.adapters import (
     peft_module,
 )
 from twostroke.model.families import read_entry, write_entry
+from twostroke.model.published.storage import FLOATS
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
 from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 
@@ -235,11 +236,15 @@ def _peft_parameters(spec: ModelSpec, chosen: list[Target]) -> list[str]:
     return sorted({below[name] if below[name] in whole else name for name in own})
 
 
-class _Adapters:
-    """The adapter tensors of a directory. Every name and shape is checked against the targets of ``spec``."""
+class Adapters:
+    """The adapter tensors of ``directory``. Every name, shape and type is checked against the targets of ``spec`` before a
+    tensor is read: ``n_elements`` is what their matrices hold, ``widest`` the largest rank.
+
+    Raises InputError without a file of weights, and CorruptFileError for one that breaks its format or belongs to another base.
+    """
 
     def __init__(self, directory: Path, spec: ModelSpec, config: AdapterConfig) -> None:
-        self.config = config
+        self.config, self.n_elements, self.widest = config, 0, 0
         file = directory / WEIGHTS_NAME
         if not file.is_file():
             pickled = (
@@ -261,7 +266,13 @@ class _Adapters:
                 if name not in infos or infos[name].shape != shape:
                     found = f"has shape {list(infos[name].shape)}" if name in infos else "is missing"
                     raise CorruptFileError(f"{file}: tensor {name!r} {found}; this base needs {list(shape)}.")
+                if infos[name].dtype not in FLOATS:
+                    raise CorruptFileError(
+                        f"{file}: tensor {name!r} is {infos[name].dtype}; weights must be {', '.join(FLOATS)}."
+                    )
                 expected.add(name)
+                self.n_elements += math.prod(shape)
+            self.widest = max(self.widest, rank // target.copies)
             self.targets[f"{target.stored}.weight" if target.copies == 1 else target.module] = target
             self._names[target] = names
         unexpected = sorted(set(infos) - expected)
@@ -272,6 +283,11 @@ class _Adapters:
             self._file = safetensors.safe_open(str(file), framework="pt")
         except (safetensors.SafetensorError, OSError) as error:
             raise CorruptFileError(f"{file} cannot be read as safetensors: {error}.") from None
+
+    def pair(self, target: Target) -> tuple[Tensor, Tensor]:
+        """A (rank, columns) and scale · B (rows, rank) of ``target`` in fp32, rows in the order of the disk."""
+        a, b = self._factors(target)
+        return a, self.config.scale(target) * b
 
     def delta(self, target: Target) -> Tensor:
         """scale · B · A in fp32, which merging adds to the target's rows."""
@@ -324,7 +340,7 @@ def open_merged(directory: Path, open_base: OpenBase) -> tuple[ModelSpec, Get]:
             f"the weights of {base} have changed since the adapters in {directory} were trained. Restore the earlier weights."
         )
     spec, get = open_base(base)
-    adapters = _Adapters(Path(directory), spec, config)
+    adapters = Adapters(Path(directory), spec, config)
     matrices = [entry for entry in layout(spec) if entry.matrix is not None]
     places = {part.name: (entry, begin) for entry in matrices for part, begin in _with_begin(entry)}
     last: dict[str, Tensor] = {}  # the parts of the last packed matrix, because NF4 rounds a packed matrix as a whole

@@ -15,6 +15,11 @@ def root_of(client: str) -> bytes:
     return blake2b(client.encode(errors="surrogatepass"), digest_size=16, person=b"twostroke-client").digest()
 
 
+def root_beside(root: bytes, adapter: bytes) -> bytes:
+    """Key of the empty prefix below ``root`` of requests whose adapter has the key ``adapter``."""
+    return blake2b(root + adapter, digest_size=16, person=b"twostroke-lora").digest()
+
+
 def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Key of the prefix that extends ``parent`` by one page: BLAKE2b-128(parent ‖ tokens as 64-bit integers).
 

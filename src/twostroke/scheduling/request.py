@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol
 
 from twostroke.scheduling.accounts import Account
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -20,17 +20,26 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Adapter(Protocol):
+    """What a request's keys and values depend on beside its tokens. No two adapters have the same ``key``."""
+
+    @property
+    def key(self) -> bytes: ...
+
+
 class Request:
     """``tokens`` is the prompt followed by what was generated; ``n_computed`` of them have their keys and values in ``pages``.
 
     A request has no phase. ``len(tokens) − n_computed`` tokens are still to be computed; with the last of them a new token is
     sampled. Lower ``priority`` is served earlier; requests of equal priority go by the service that their clients received, and
     those of one client in order of arrival. The request ends at ``deadline``, in seconds of the caller's clock, even if it is
-    unfinished. ``fork_of`` is a request with the same prompt; its pages are shared once they are computed.
+    unfinished. ``fork_of`` is a request with the same prompt; its pages are shared once they are computed. ``adapter``, if any,
+    changes what its tokens' keys and values are, so only requests of the same one share them.
     """
 
     __slots__ = (
         "account",
+        "adapter",
         "adjusted",
         "adjuster",
         "arrival",
@@ -69,6 +78,7 @@ class Request:
         client: str = "",
         deadline: float | None = None,
         fork_of: Request | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -76,6 +86,7 @@ class Request:
         self.client = client
         self.deadline = deadline
         self.fork_of = fork_of
+        self.adapter = adapter
         self.forks: list[Request] = []  # not queued yet, because they wait for this request to compute their prompt
         self.account: Account | None = None  # its client's, given by the scheduler
         self.tokens: list[int] = list(prompt_ids)

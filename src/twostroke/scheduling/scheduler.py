@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.pages import PagePool
-from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_of
+from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
+
+
+class Adapters(Protocol):
+    """Who holds adapters in memory for requests that run. ``claim`` returns False if there is no room beside the others."""
+
+    def claim(self, request: Request) -> bool: ...
+
+    def release(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -37,10 +46,13 @@ class Scheduler:
 
     A fork (a further answer to one prompt) shares the whole pages of its original and gets a copy of the page that both will
     write to. Of its prompt only the last token is computed again.
+
+    A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PagePool | None = None, adapters: Adapters | None = None) -> None:
         self.config = config
+        self.adapters = adapters
         self.pool = pool or PagePool(config.n_pages)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
@@ -432,6 +444,8 @@ class Scheduler:
         if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
             self._blocked = (request, pool.n_released)
             return False
+        if not self._claim_adapter(request):
+            return False
         pool.retain(hits)
         fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
@@ -454,7 +468,7 @@ class Scheduler:
         n_shared = n_computed // c.page_tokens
         shared = original.pages[:n_shared]
         n_fresh = self._pages_for(request.n_prompt) - n_shared
-        if n_fresh + self.n_running > self.pool.n_free:
+        if n_fresh + self.n_running > self.pool.n_free or not self._claim_adapter(request):
             return False
         self.pool.retain(page for page in shared if page >= 0)
         fresh = self.pool.allocate(n_fresh, after=shared[-1] if shared else -1)
@@ -466,6 +480,9 @@ class Scheduler:
         request.n_dropped = original.n_dropped
         self._start(request, shared + fresh, n_shared, n_computed)
         return True
+
+    def _claim_adapter(self, request: Request) -> bool:
+        return request.adapter is None or self.adapters is None or self.adapters.claim(request)
 
     def _start(self, request: Request, pages: list[int], n_registered: int, n_computed: int) -> None:
         request.pages = pages
@@ -506,10 +523,14 @@ class Scheduler:
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
         if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
             return
-        parent = keys[-1] if keys else root_of(request.client) if self.config.separate_prefixes else ROOT
+        parent = keys[-1] if keys else self._root_of(request)
         for i in range(len(keys), len(tokens) // page_tokens):
             parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
             keys.append(parent)
+
+    def _root_of(self, request: Request) -> bytes:
+        root = root_of(request.client) if self.config.separate_prefixes else ROOT
+        return root if request.adapter is None else root_beside(root, request.adapter.key)
 
     def _register(self, request: Request) -> None:
         """Offer the pages that this step filled to the prefix tree."""
@@ -542,6 +563,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages[request.n_dropped :])
         self._slots.append(request.slot)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.release(request)
         request.pages = []
         request.n_dropped = 0
         request.capacity = 0

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -140,8 +140,10 @@ class EngineClient:
         first: EngineChild | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.info: wire.Ready | None = None
+        self.adapters = dict(adapters or {})  # directories by name; every engine that is started gets them
         self.restarts = 0
         self._launch = launch
         self._child = first
@@ -157,6 +159,8 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._numbers = itertools.count()
         self._last_stats: dict[str, float] = {}
+        self._changes: dict[int, asyncio.Future[str | None]] = {}
+        self._first_adapters: dict[int, str] = {}  # by query: those that a new engine has not answered for
 
     @property
     def ready(self) -> bool:
@@ -174,13 +178,15 @@ class EngineClient:
         client: str = "",
         timeout_s: float | None = None,
         whole: bool = False,
+        lora: str | None = None,
     ) -> list[TokenStream]:
-        """Hand a request to the engine, and return a stream for each of its ``params.n`` answers. If ``whole``, a stream gets
-        the first token and then the others together. Raises NotReadyError while no engine is loaded."""
+        """Hand a request to the engine, for the adapter ``lora`` if one is named, and return a stream for each of its
+        ``params.n`` answers. If ``whole``, a stream gets the first token and then the others together. Raises NotReadyError
+        while no engine is loaded."""
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
         request_id = str(next(self._numbers))
-        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s, whole))
+        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s, whole, lora))
         streams = [TokenStream(self, request_id, i, wake) for i in range(params.n)]
         self._streams.update({(request_id, stream.index): stream for stream in streams})
         return streams
@@ -188,6 +194,29 @@ class EngineClient:
     def abort(self, stream: TokenStream) -> None:
         if self._streams.pop((stream.request_id, stream.index), None) is not None and self._channel is not None:
             self._channel.send(wire.Abort(stream.request_id, stream.index))
+
+    async def change_adapter(self, name: str, directory: str | None, timeout_s: float = 60.0) -> None:
+        """Load the adapter in ``directory``, or with None unload it. Raises InputError if the engine refuses, NotReadyError
+        while none is loaded, and EngineLostError if it is lost meanwhile or does not answer."""
+        if not self._loaded.is_set() or self._channel is None:
+            raise NotReadyError("the engine is loading. Try again in a moment.")
+        query_id = next(self._numbers)
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._changes[query_id] = answer
+        try:
+            self._channel.send(wire.ChangeAdapter(query_id, name, directory))
+            async with asyncio.timeout(timeout_s):
+                error = await answer
+        except TimeoutError:
+            raise EngineLostError(f"the engine did not answer within {timeout_s:g} s.") from None
+        finally:
+            self._changes.pop(query_id, None)
+        if error is not None:
+            raise InputError(error)
+        if directory is None:
+            self.adapters.pop(name, None)
+        else:
+            self.adapters[name] = directory
 
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
         """The engine's counters, or the last known ones if it does not answer in time."""
@@ -324,6 +353,9 @@ class EngineClient:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(self._last_stats)
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(EngineLostError("the engine was lost while it changed an adapter and is starting again."))
         if streams:
             log.error("%d requests failed: %s.", len(streams), reason)
 
@@ -338,13 +370,37 @@ class EngineClient:
             case wire.Ready():
                 self.info = event
                 self._busy_s = 0.0
-                self._loaded.set()
+                self._first_adapters = {next(self._numbers): name for name in self.adapters}
+                for query_id, name in self._first_adapters.items():
+                    if self._channel is not None:
+                        self._channel.send(wire.ChangeAdapter(query_id, name, self.adapters[name]))
+                if not self._first_adapters:
+                    self._loaded.set()
+            case wire.AdapterChanged(query_id, error):
+                self._on_adapter(query_id, error)
             case wire.StatsReport(query_id, values):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(values)
             case wire.Failed(request_id, kind, message):
                 self._on_failed(request_id, kind, message)
+
+    def _on_adapter(self, query_id: int, error: str | None) -> None:
+        change = self._changes.get(query_id)
+        if change is not None and not change.done():
+            change.set_result(error)
+        name = self._first_adapters.pop(query_id, None)
+        if name is None:
+            return
+        if error is not None and self.restarts == 0:  # asked for when the server was started
+            self._failure = wire.Failed(None, "input", error)
+            self.kill()
+            return
+        if error is not None:
+            log.error("adapter %r is not served any more: %s", name, error)
+            self.adapters.pop(name, None)
+        if not self._first_adapters and self._failure is None:
+            self._loaded.set()
 
     def _on_delta(self, delta: wire.TokenDelta) -> None:
         stream = self._streams.get((delta.request_id, delta.index))

@@ -54,8 +54,19 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def add_request(
-        self, request_id: str, prompt_ids: list[int], params: Any, priority: int, client: str, timeout_s: float | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: Any,
+        priority: int,
+        client: str,
+        timeout_s: float | None,
+        lora: str | None,
     ) -> None: ...
+
+    def load_adapter(self, name: str, directory: Path) -> None: ...
+
+    def unload_adapter(self, name: str) -> None: ...
 
     def abort(self, request_id: str, index: int | None = None) -> Any: ...
 
@@ -287,8 +298,21 @@ class EngineServer:
                     self._ended(key, owner.open if index is None else {index})
             case wire.AskStats(query_id):
                 connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
+            case wire.ChangeAdapter():
+                connection.send(wire.AdapterChanged(command.query_id, self._change_adapter(command)))
             case wire.Shutdown():
                 self._stopping = True
+
+    def _change_adapter(self, command: wire.ChangeAdapter) -> str | None:
+        """A sentence if it could not be done."""
+        try:
+            if command.directory is None:
+                self._engine.unload_adapter(command.name)
+            else:
+                self._engine.load_adapter(command.name, Path(command.directory))
+        except (TwostrokeError, OSError) as error:
+            return str(error)
+        return None
 
     def _add(self, connection: Connection, command: wire.Add) -> None:
         key = f"{connection.number}:{command.request_id}"  # two connections may use the same id
@@ -296,7 +320,13 @@ class EngineServer:
             if key in self._owners:
                 raise InputError(f"request id {command.request_id!r} is in use.")
             self._engine.add_request(
-                key, command.prompt_ids, command.params, command.priority, command.client, command.timeout_s
+                key,
+                command.prompt_ids,
+                command.params,
+                command.priority,
+                command.client,
+                command.timeout_s,
+                command.lora,
             )
         except CapacityError as error:
             connection.send(wire.Failed(command.request_id, "capacity", str(error)))

@@ -22,7 +22,9 @@ MAX_BODY_BYTES = 2 * 2**20
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Routes that need no key, for the probes of a service manager. They tell nothing but a state."""
 ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
-ROUTES = ANSWER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}
+ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
+ROUTES = ANSWER_ROUTES | ADAPTER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 """A client's own request id is repeated to it if it is short and plain, because it is written into a header."""
 
@@ -78,6 +80,9 @@ class Gate:
             # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
             message = "this server listens on loopback without a key and answers only to localhost and to addresses."
             return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
+        if keys is None and not service.local_only and path in ADAPTER_ROUTES:
+            message = "adapters are changed with an API key, or from this machine on a server that listens on loopback."
+            return ApiError(403, message, code="key_needed", headers={"connection": "close"})
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # h11 obeys the first, as it may. A proxy in front that obeys the second would see other requests than we do.
             message = "content-length and transfer-encoding exclude each other."
@@ -85,10 +90,10 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
             return too_large()
-        if method == "POST" and path in ANSWER_ROUTES:
+        if method == "POST" and path in ANSWER_ROUTES | ADAPTER_ROUTES:
             if not service.ready:
                 return not_ready(retry_after_s=5 if service.draining else 1)
-            if service.admission.full:
+            if path in ANSWER_ROUTES and service.admission.full:
                 return service.admission.refusal()
         return None
 

@@ -20,7 +20,7 @@ from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
-from twostroke.server.openapi import answer_route, describe, errors
+from twostroke.server.openapi import adapter_route, answer_route, describe, errors
 from twostroke.server.service import Service
 from twostroke.server.transfer import read_body, respond
 
@@ -50,7 +50,7 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.get("/v1/models", responses=errors())
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service, name) for name in service.names]})
+        return _json({"object": "list", "data": [_model(service, name) for name in service.served_names]})
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
     async def model(name: str) -> Response:
@@ -71,6 +71,16 @@ def make_app(service: Service) -> ASGIApp:
         answer = ChatAnswer(service, await service.chat(parsed, started, client), parsed)
         return await respond(request, answer, bool(parsed.stream), service.outgoing)
 
+    async def load_adapter(request: Request) -> Response:
+        asked = protocol.parse_adapter(await read_body(request, service.incoming), protocol.LoadAdapter)
+        await service.load_adapter(asked.lora_name, asked.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload_adapter(request: Request) -> Response:
+        asked = protocol.parse_adapter(await read_body(request, service.incoming), protocol.UnloadAdapter)
+        await service.unload_adapter(asked.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
     # Plain routes: FastAPI's own look for dependencies and fields, which takes a third of the time of a short answer.
     kinds = {
         "/v1/completions": (completions, protocol.CompletionRequest),
@@ -78,7 +88,14 @@ def make_app(service: Service) -> ASGIApp:
     }
     for path, (route, _) in kinds.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
-    describe(app, {path: answer_route(kind, service.names) for path, (_, kind) in kinds.items()})
+    changes = {
+        "/v1/load_lora_adapter": (load_adapter, protocol.LoadAdapter),
+        "/v1/unload_lora_adapter": (unload_adapter, protocol.UnloadAdapter),
+    }
+    for path, (route, _) in changes.items():
+        app.add_route(path, route, methods=["POST"], include_in_schema=False)
+    answered = {path: answer_route(kind, service.served_names) for path, (_, kind) in kinds.items()}
+    describe(app, answered | {path: adapter_route(kind) for path, (_, kind) in changes.items()})
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -118,4 +135,5 @@ def _client_of(service: Service, request: Request) -> str:
 def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     length = None if info is None else info.max_model_len
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "twostroke", "max_model_len": length}
+    found = {"id": name, "object": "model", "created": service.created, "owned_by": "twostroke", "max_model_len": length}
+    return found if name in service.names else found | {"parent": service.names[0]}

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
@@ -33,6 +33,7 @@ class ServeSettings:
     api_key_file: Path | None = None
     max_concurrent: int = 128
     grace_s: float = 90.0
+    adapters: Mapping[str, str] = field(default_factory=dict)  # directories by name
 
     def engine_command(self) -> list[str]:
         """Command line of the engine process, to which `launch_engine` adds the socket and the parent."""

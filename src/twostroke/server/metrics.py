@@ -18,6 +18,13 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     "pages_used": ("twostroke_kv_pages_used", "KV pages held by running requests."),
     "pages_cached": ("twostroke_kv_pages_cached", "KV pages free for use that still hold a reusable prefix."),
     "pages_total": ("twostroke_kv_pages", "KV pages there are."),
+    "adapters": ("twostroke_adapters", "Adapters that requests may name."),
+    "adapters_held": ("twostroke_adapters_held", "Adapters in memory."),
+    "adapter_bytes": ("twostroke_adapter_bytes", "Memory of adapters."),
+    "adapter_loads": ("twostroke_adapter_loads", "Adapters read from disk since the engine started."),
+    "adapter_load_s": ("twostroke_adapter_load_seconds", "Time of these reads."),
+    "adapter_hits": ("twostroke_adapter_hits", "Admitted requests whose adapter was in memory."),
+    "adapter_evictions": ("twostroke_adapter_evictions", "Adapters that left memory to make room for others."),
     "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
     **{
         f"{kind}_{field}": (f"twostroke_engine_{kind}_{name}", f"{meaning} {kind} steps since the engine started.")

@@ -12,7 +12,8 @@ _MEANINGS = {
     400: "A field is missing, unknown, out of its range, asks for what this server does not do, or does not go with another "
     "one or with the model (its vocabulary, its context), of which this schema says only a part.",
     401: "No valid API key.",
-    403: "A server on loopback without keys was asked for under a foreign name.",
+    403: "A server on loopback without keys was asked for under a foreign name, or one without keys that others reach was "
+    "asked to change adapters.",
     404: "No such model or route.",
     408: "The body did not arrive in time, or the answer was not read.",
     413: "The body is over 2 MiB.",
@@ -73,6 +74,18 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"200": {"description": "The answer, whole or as a stream.", "content": answers}}
         | {str(status): refusal for status, refusal in refusals.items()},
+    }
+
+
+def adapter_route(kind: Any) -> dict[str, Any]:
+    """The operation of a route that changes what is served, whose body is the msgspec struct ``kind``."""
+    (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    return {
+        "summary": (kind.__doc__ or "").partition("\n")[0],
+        "operationId": kind.__name__,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema, components)}}},
+        "responses": {"200": {"description": "It is done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+        | {str(status): refusal for status, refusal in errors(400, 404, 408, 413, 415, 500, 503).items()},
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -244,6 +244,32 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise bad_request("max_tokens=0 asks for nothing, unless with echo=true or prompt_logprobs.", "max_tokens")
     _require_whole(request)
     return request
+
+
+class LoadAdapter(Struct, forbid_unknown_fields=True):
+    """Serve the adapter in the server's directory ``lora_path`` as the model ``lora_name``."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Struct, forbid_unknown_fields=True):
+    """Serve the adapter ``lora_name`` no longer. Requests under way are finished."""
+
+    lora_name: str
+
+
+A = TypeVar("A", LoadAdapter, UnloadAdapter)
+
+
+def parse_adapter(body: bytes, kind: type[A]) -> A:
+    """Raises ApiError 400."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise bad_request("the request body is not valid JSON.", code="invalid_json") from None
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -74,7 +74,7 @@ def serve_model(
         record.started(engine, startup_s)
 
     async def run() -> dict[str, float]:
-        client = EngineClient(lambda: launch_engine(settings.engine_command()), first=child)
+        client = EngineClient(lambda: launch_engine(settings.engine_command()), first=child, adapters=settings.adapters)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
         await run_server(service, listener, settings.grace_s, ready, lambda engine: record.ended(service.served, engine))

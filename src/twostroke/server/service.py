@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from twostroke.core.adapter_names import check_adapter_name
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.detokenize import IncrementalDetokenizer
@@ -115,7 +116,7 @@ def api_error(error: TwostrokeError, param: str | None = None) -> ApiError:
     if isinstance(error, CapacityError):
         return bad_request(str(error), param, "context_length_exceeded")
     if isinstance(error, InputError):
-        return bad_request(str(error))
+        return bad_request(str(error), error.field)
     if isinstance(error, EngineError):
         return ApiError(500, str(error), code="engine_error")
     return ApiError(500, "the server failed on this request.", code="internal_error")
@@ -153,12 +154,35 @@ class Service:
             raise not_ready()
         return self.client.info.max_model_len
 
-    def require_model(self, name: str) -> None:
-        if name not in self.names:
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names, then those of its adapters."""
+        return (*self.names, *self.client.adapters)
+
+    def require_model(self, name: str, param: str = "model") -> None:
+        if name not in self.served_names:
             shown = name if len(name) <= 80 else f"{name[:80]}…"
-            raise ApiError(
-                404, f"model {shown!r} is not served here. Served: {', '.join(self.names)}.", "model", "model_not_found"
-            )
+            served = ", ".join(self.served_names)
+            raise ApiError(404, f"model {shown!r} is not served here. Served: {served:.500}.", param, "model_not_found")
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Serve the adapter in ``directory`` under ``name``. Raises ApiError."""
+        try:
+            check_adapter_name(name)
+            if name in self.served_names:
+                raise InputError(f"{name!r} is served already. Unload it first, or take another name.", field="lora_name")
+            await self.client.change_adapter(name, directory)
+        except TwostrokeError as error:
+            raise api_error(error) from None
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve it no longer; requests under way are finished. Raises ApiError, 404 for a name that is not an adapter's."""
+        if name not in self.client.adapters:
+            raise ApiError(404, f"adapter {name!r:.100} is not served here.", "lora_name", "model_not_found")
+        try:
+            await self.client.change_adapter(name, None)
+        except TwostrokeError as error:
+            raise api_error(error) from None
 
     def client_name(self, authorization: bytes | None, host: str) -> str:
         """The client under whose name a request queues: its key's if there are keys, else its address."""
@@ -313,6 +337,7 @@ class Generation:
         self._client = client
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
+        self._lora = None if request.model in service.names else request.model
         # This process finds stop strings, so with them it needs every token as soon as there is one.
         self._whole = not request.stream and not request.stop
         self._wake = asyncio.Event()
@@ -334,7 +359,9 @@ class Generation:
         except BaseException as error:
             raise tokenizer_failed(error) from None
         try:
-            streams = service.client.submit(prompt.ids, params, self._wake, self._priority, self._client, left_s, self._whole)
+            streams = service.client.submit(
+                prompt.ids, params, self._wake, self._priority, self._client, left_s, self._whole, self._lora
+            )
         except TwostrokeError as error:
             raise api_error(error) from None
         for stream, detokenizer in zip(streams, readers, strict=True):

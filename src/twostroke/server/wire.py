@@ -31,7 +31,8 @@ class FrameError(EngineError):
 
 class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     """A request, which ends after ``timeout_s``. A lower ``priority`` goes first, and requests of one ``client`` do not delay
-    another's. ``whole``: the receiver looks at no token before the answer is complete, except for the time of the first."""
+    another's. ``lora`` names an adapter. ``whole``: the receiver looks at no token before the answer is complete, except for
+    the time of the first."""
 
     request_id: str
     prompt_ids: list[int]
@@ -40,6 +41,7 @@ class Add(msgspec.Struct, tag="add", forbid_unknown_fields=True):
     client: str = ""
     timeout_s: float | None = None
     whole: bool = False
+    lora: str | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", forbid_unknown_fields=True):
@@ -53,11 +55,19 @@ class AskStats(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
     query_id: int
 
 
+class ChangeAdapter(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
+    """Let requests name the adapter in ``directory``, or with None no longer."""
+
+    query_id: int
+    name: str
+    directory: str | None
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", forbid_unknown_fields=True):
     pass
 
 
-Command = Add | Abort | AskStats | Shutdown
+Command = Add | Abort | AskStats | ChangeAdapter | Shutdown
 
 
 # Engine → HTTP process.
@@ -115,6 +125,13 @@ class StatsReport(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
     values: dict[str, float]
 
 
+class AdapterChanged(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
+    """The answer to a ``ChangeAdapter``. With an ``error`` nothing has changed."""
+
+    query_id: int
+    error: str | None = None
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
     """A thread of its own sends one every second. ``busy_s``: for how long the engine's loop has been in its present turn."""
 
@@ -122,7 +139,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
     busy_s: float
 
 
-Event = Ready | Tokens | Failed | StatsReport | Heartbeat
+Event = Ready | Tokens | Failed | StatsReport | AdapterChanged | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS = msgspec.msgpack.Decoder(Command)

@@ -266,6 +266,75 @@ ts::Best best(const float* x, int64_t n) {
     return found;
 }
 
+// sums + a weight of 16 outputs times an input: a number, or a pair of bf16 in a word.
+TS_INLINE void add_thin(Floats& sum, const float* weights, const float* x) { sum = fma(all(*x), load(weights), sum); }
+TS_INLINE void add_thin(Floats& sum, const uint32_t* weights, const uint32_t* x) {
+    uint32_t word;
+    std::memcpy(&word, x, 4);
+    sum = dot_pairs(sum, load_words(weights), all_words(word));
+}
+
+constexpr int kThinAhead = 32;  // inputs
+
+// R rows of one panel. Four chains of sums hide the latency of an addition, the same four for any R.
+template <int R, class T>
+TS_INLINE void thin_block(const T* panel, int64_t k, const T* x, int64_t ldx, Floats (&sum)[R]) {
+    Floats chains[R][4];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) chains[r][j] = all(0.0f);
+    int64_t i = 0;
+    for (; i + 4 <= k; i += 4) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            __builtin_prefetch(panel + (i + j + kThinAhead) * kLanes, 0, 3);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) add_thin(chains[r][j], panel + (i + j) * kLanes, x + r * ldx + i + j);
+        }
+    }
+    for (; i < k; i++) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) add_thin(chains[r][0], panel + i * kLanes, x + r * ldx + i);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sum[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
+}
+
+// Lanes [first, last) of a panel's outputs, whose first is y.
+TS_INLINE void put(float* y, Floats value, int first, int last, bool add) {
+    if (first == 0) {
+        store_some(y, add ? load_some(y, last) + value : value, last);
+        return;
+    }
+    float lanes[kLanes];
+    store(lanes, value);
+    for (int i = first; i < last; i++) y[i] = add ? y[i] + lanes[i] : lanes[i];
+}
+
+template <int R, class T>
+TS_INLINE void thin_rows(const T* panel, int64_t k, const T* x, int64_t ldx, float* y, int64_t ldy, int first, int last,
+                         bool add) {
+    Floats sum[R];
+    thin_block<R>(panel, k, x, ldx, sum);
+    for (int r = 0; r < R; r++) put(y + r * ldy, sum[r], first, last, add);
+}
+
+template <class T>
+void thin(const T* packed, int64_t k, const T* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
+          bool add) {
+    for (int64_t panel = n0 / kLanes; panel * kLanes < n1; panel++) {
+        const int64_t begin = panel * kLanes;
+        const int first = static_cast<int>(begin < n0 ? n0 - begin : 0);
+        const int last = static_cast<int>(n1 - begin < kLanes ? n1 - begin : kLanes);
+        const T* from = packed + begin * k;
+        int64_t r = 0;
+        for (; r + 4 <= m; r += 4) thin_rows<4>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+        for (; r + 2 <= m; r += 2) thin_rows<2>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+        for (; r < m; r++) thin_rows<1>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+    }
+}
+
 constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.embed = embed;
     k.rms_norm = rms_norm;
@@ -275,6 +344,8 @@ constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.activate = activate;
     k.bound = bound;
     k.best = best;
+    k.thin_f32 = thin<float>;
+    k.thin_bf16 = thin<uint32_t>;
     return k;
 }
 

@@ -39,6 +39,14 @@ struct Kernels {
     void (*bound)(float* x, int64_t n, float cap);  // to cap·tanh(x/cap)
     Best (*best)(const float* x, int64_t n);
 
+    // Outputs [n0, n1) of m rows: y (+)= x·Wᵀ for a W (n, k) with few inputs or few outputs. W lies in panels of 16
+    // outputs, each k times 16 numbers; outputs behind n are 0. In bf16 a number is a word of two neighbouring inputs,
+    // of W and of x, and k and ldx count words. A row's result does not depend on m, n0 or n1.
+    void (*thin_f32)(const float* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1,
+                     float* y, int64_t ldy, bool add);
+    void (*thin_bf16)(const uint32_t* packed, int64_t k, const uint32_t* x, int64_t ldx, int64_t m, int64_t n0,
+                      int64_t n1, float* y, int64_t ldy, bool add);
+
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at
     // least.
     int64_t (*task_rows)(const KvLayout&);

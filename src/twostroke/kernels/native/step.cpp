@@ -93,6 +93,11 @@ void Step::place_rows() {
             slots_[row] = pages[position / m_.page_tokens] * m_.page_tokens + position % m_.page_tokens;
         }
     }
+    if (b.adapters == nullptr) return;
+    row_adapters_.clear();
+    for (int64_t i = 0; i < b.n_requests; i++) row_adapters_.insert(row_adapters_.end(), b.counts[i], b.adapters[i]);
+    kept_adapters_.clear();
+    for (int64_t i = 0; b.kept != nullptr && i < b.n_kept; i++) kept_adapters_.push_back(row_adapters_[b.kept[i]]);
 }
 
 void Step::need_memory(int n_threads) {
@@ -110,6 +115,7 @@ void Step::need_memory(int n_threads) {
     up_.need(kFewRows * m_.d_ff);
     rows_.need(kFewRows, widest_);
     best_.need(kFewRows * n_threads);
+    thin_.need(kFewRows * batch_->adapter_width);
     while (static_cast<int>(memory_.size()) < n_threads) memory_.emplace_back(new ThreadMemory);
     need_expert_memory(n_rows_);
     need_latent_memory();
@@ -121,6 +127,10 @@ void Step::need_memory(int n_threads) {
         memory->scores.need(most_experts_ * (kChunkRows + 2));
         memory->rows.need(kChunkRows, widest_);
         memory->attention.need(scratch);
+        memory->thin.need(kChunkRows * batch_->adapter_width);
+        if (batch_->adapters == nullptr) continue;
+        memory->thin_sums.need(kChunkRows * batch_->adapter_width);
+        memory->thin_rows.need(kChunkRows * padded(widest_));
     }
 }
 
@@ -131,6 +141,7 @@ void Step::barrier() {
 // The whole plan, by one of the threads.
 void Step::work(int thread, int n_threads) {
     Now now{residual_.get(), attention_out_.get(), n_rows_, thread, n_threads};
+    if (batch_->adapters != nullptr) now.adapters = row_adapters_.data();
     const auto needs_all = [](const StepOp& op) {
         return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows ||
                op.kind == OpKind::ExpertsAdd;

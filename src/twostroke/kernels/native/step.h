@@ -159,6 +159,25 @@ struct StepModel {
     float* value_scales;
 };
 
+// A part of an adapter, beside outputs [begin, begin + n) of an operation's matrix, or of MlpUp's `up` where `second`:
+// they gain `packed` (n, k; layout of Kernels::thin) times numbers [first, first + k) of what AdapterAt made of a row.
+struct AdapterPart {
+    const void* packed;
+    int64_t begin, n;
+    int32_t first, k, second, unused;
+};
+// An adapter at one operation of the plan. n 0: it adds nothing there.
+struct AdapterAt {
+    const void* packed;  // (n, inputs of the operation)
+    int64_t n;
+    int64_t n_parts;
+    AdapterPart parts[3];
+};
+struct Adapter {
+    const AdapterAt* at;  // of each operation of the plan
+    int64_t bf16;         // or fp32: what it is held in. bf16 needs parts that begin at an even `first`
+};
+
 struct StepBatch {
     int64_t n_requests;
     const int32_t* starts;  // first position of each request's rows
@@ -176,6 +195,8 @@ struct StepBatch {
     int64_t n_threads;         // 1: the caller alone; else all of the pool
     int64_t* expert_load;      // (layers, X): rows that chose each expert, added to what is there; null: not wanted
     int64_t* experts_touched;  // experts that the step reads, over all layers, added to what is there
+    const Adapter* const* adapters;  // of each request, null where it has none; null: no request has one
+    int64_t adapter_width;           // the most n of those, a multiple of 32
 };
 
 }  // namespace ts

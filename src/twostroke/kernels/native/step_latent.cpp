@@ -43,7 +43,7 @@ void Step::run(const LatentProjection& op, Now& now) {
         multiply(now, op.down, now.prepared, down, false);
         if (now.shared) barrier();
         const Rows inside =
-            prepare(now, op.matrix.format, down, memory_[now.thread]->normed.get(), k,
+            prepare(now, now.op, op.matrix.format, down, memory_[now.thread]->normed.get(), k,
                     [&](int64_t r, float* to) { kernels_->rms_norm(down + r * k, op.down_norm, op.eps, k, to); });
         multiply(now, op.matrix, inside, queries, false);
     } else {

@@ -48,6 +48,60 @@ Step::Range Step::own_outputs(const Now& now, const Matrix& w) const { return ow
 void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
     const Range outputs = own_outputs(now, w);
     product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
+    adapt(now, 0, outputs, y + now.first * w.n, w.n);
+}
+
+// The operation that reads what a norm made and may have adapters.
+size_t Step::reader_of(size_t norm) const { return norm + (ops_[norm + 1].kind == OpKind::RouteTokens ? 2 : 1); }
+
+// Outputs [n0, n1) of rows x, in words of two bf16 or in fp32, as `packed` is.
+static void multiply_thin(const Kernels& kernels, const Adapter& adapter, const void* packed, int64_t k, const float* x,
+                          int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    if (adapter.bf16 != 0)
+        kernels.thin_bf16(static_cast<const uint32_t*>(packed), (k + 1) / 2, reinterpret_cast<const uint32_t*>(x), ldx,
+                          m, n0, n1, y, ldy, add);
+    else kernels.thin_f32(static_cast<const float*>(packed), k, x, ldx, m, n0, n1, y, ldy, add);
+}
+
+// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. In bf16 a row of `to`
+// holds bf16, zeros behind the last.
+void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to) {
+    const int64_t width = batch_->adapter_width;
+    ThreadMemory& own = *memory_[now.thread];
+    each_adapter(now, op, first, last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
+        const AdapterAt& at = adapter.at[op];
+        const bool halves = adapter.bf16 != 0;
+        float* const sums = halves ? own.thin_sums.get() : to + r * width;
+        const float* from = x + r * k;
+        const auto round = [](const float* row, int64_t n, int64_t m, void* rounded) {
+            Rows made{m, nullptr, static_cast<const uint16_t*>(rounded), nullptr, nullptr, nullptr};
+            prepare_rows(Format::BF16, row, n, made, 0, m);
+        };
+        if (halves) {
+            round(from, k, n_rows, own.thin_rows.get());
+            from = reinterpret_cast<const float*>(own.thin_rows.get());
+        }
+        multiply_thin(*kernels_, adapter, at.packed, k, from, halves ? padded(k) / 2 : k, n_rows, 0, at.n, sums, width,
+                      false);
+        for (int64_t i = 0; halves && i < n_rows; i++) round(sums + i * width, at.n, 1, to + (r + i) * width);
+    });
+}
+
+// Adds what adapters have to add to these outputs of all rows; y is row now.first's output 0.
+void Step::adapt(const Now& now, int second, Range outputs, float* y, int64_t ldy) {
+    const int64_t width = batch_->adapter_width;
+    each_adapter(now, now.op, now.first, now.last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
+        const AdapterAt& at = adapter.at[now.op];
+        for (int64_t i = 0; i < at.n_parts; i++) {
+            const AdapterPart& part = at.parts[i];
+            const int64_t n0 = std::max<int64_t>(0, outputs.first - part.begin);
+            const int64_t n1 = std::min(part.n, outputs.last - part.begin), row = r - now.first;
+            if (part.second != second || n0 >= n1) continue;
+            const float* from = now.thin + row * width + (adapter.bf16 != 0 ? part.first / 2 : part.first);
+            multiply_thin(*kernels_, adapter, part.packed, part.k, from, width, n_rows, n0, n1,
+                          y + row * ldy + part.begin, ldy, true);
+        }
+    });
 }
 
 // residual += rows·Wᵀ, or its norm, for which a row must be whole, or either scaled.
@@ -70,8 +124,8 @@ void Step::add(const Op& op, Now& now, const Rows& rows) {
     if (op.ends_block) trace(now, ops_[now.op].layer + 1, own(now, 1));
 }
 
-Rows Step::prepare(const Now& now, Format format, float* from, int64_t k) {
-    return prepare(now, format, from, from + now.first * k, k, [](int64_t, float*) {});
+Rows Step::prepare(Now& now, Format format, float* from, int64_t k) {
+    return prepare(now, now.op, format, from, from + now.first * k, k, [](int64_t, float*) {});
 }
 
 // While others are still at work: the next matrix's first bytes.
@@ -100,8 +154,9 @@ void Step::run(const Embed& op, Now& now) {
 
 void Step::run(const Norm& op, Now& now) {
     const int64_t E = m_.d_model;
-    now.prepared = prepare(now, matrix_of(ops_[now.op + 1])->format, normed_.get(), memory_[now.thread]->normed.get(),
-                           E, [&](int64_t r, float* to) { norm_row(op, now.residual + r * E, to); });
+    now.prepared = prepare(now, reader_of(now.op), matrix_of(ops_[now.op + 1])->format, normed_.get(),
+                           memory_[now.thread]->normed.get(), E,
+                           [&](int64_t r, float* to) { norm_row(op, now.residual + r * E, to); });
 }
 
 void Step::run(const QkvProjection& op, Now& now) {
@@ -152,6 +207,8 @@ void Step::run(const MlpUp& op, Now& now) {
         float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
         product(op.matrix, now.prepared, n0, n1, inner, F, false);
         if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
+        adapt(now, 0, {n0, n1}, inner, F);
+        adapt(now, 1, {n0, n1}, up, width);
         for (int64_t r = 0; r < now.last - now.first; r++) {
             float* to = inner + r * F + n0;
             kernels_->activate(op.activation, to, op.up.packed != nullptr ? up + r * width + n0 : nullptr, n1 - n0, to);
@@ -165,7 +222,7 @@ void Step::run(const MlpUp& op, Now& now) {
 void Step::run(const MlpDownAdd& op, Now& now) {
     float* const own_inner = memory_[now.thread]->mlp_inner.get();
     float* const inner = now.shared ? mlp_inner_.get() : own_inner;
-    add(op, now, prepare(now, op.matrix.format, inner, inner, op.matrix.k, [](int64_t, float*) {}));
+    add(op, now, prepare(now, now.op, op.matrix.format, inner, inner, op.matrix.k, [](int64_t, float*) {}));
 }
 
 void Step::run(const LmHead& op, Now& now) {

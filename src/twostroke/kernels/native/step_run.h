@@ -45,6 +45,8 @@ struct ThreadMemory {
     Array<float> normed, mlp_inner, up, scores;
     PreparedRows rows;
     Array<uint8_t> attention;
+    Array<float> thin, thin_sums;
+    Array<uint16_t> thin_rows;
     Routing routing;  // of so few rows that every thread routes them for itself
 };
 
@@ -65,6 +67,8 @@ private:
         bool shared = true;
         int64_t first = 0, last = 0;
         Rows prepared{};
+        const Adapter* const* adapters = nullptr;  // of each row; null: the step has none
+        const float* thin = nullptr;               // what the adapters made of rows, from row `first` on
         int64_t n_claims = 0;
     };
     struct Range {
@@ -123,8 +127,13 @@ private:
     void add(const Op&, Now&, const Rows&);
     void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
     template <typename Fill>
-    Rows prepare(const Now&, Format, float* shared_to, float* own_to, int64_t k, Fill);
-    Rows prepare(const Now&, Format, float* rows, int64_t k);
+    Rows prepare(Now&, size_t reader, Format, float* shared_to, float* own_to, int64_t k, Fill);
+    Rows prepare(Now&, Format, float* rows, int64_t k);
+    size_t reader_of(size_t norm) const;
+    template <class Run>
+    void each_adapter(const Now&, size_t op, int64_t first, int64_t last, Run);
+    void make_thin(const Now&, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to);
+    void adapt(const Now&, int second, Range outputs, float* y, int64_t ldy);
     void fetch_next(const Now&);
     void finish(const Now&, bool fetch);
 
@@ -149,9 +158,10 @@ private:
     bool alone_ = false;
     std::vector<TaskList> lists_;
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
+    std::vector<const Adapter*> row_adapters_, kept_adapters_;
     Array<int64_t> positions_, slots_, first_rows_;
     Array<float> residual_, qkv_, attention_out_, kept_residual_, kept_attention_out_, rope_, normed_, mlp_inner_, up_,
-        partials_;
+        partials_, thin_;
     Array<Best> best_;
     PreparedRows rows_;
     int64_t most_experts_ = 0, most_chosen_ = 0;
@@ -161,15 +171,30 @@ private:
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
 
-// Rows in the form that a matrix reads. `fill` writes row r, of k numbers, to where it is told: in memory of all
-// threads, each its share, or in the thread's own where it makes all of them.
+// run(adapter, row, rows) for each run of rows within [first, last) that have the same adapter and something to add at
+// `op`.
+template <class Run>
+void Step::each_adapter(const Now& now, size_t op, int64_t first, int64_t last, Run run) {
+    if (now.adapters == nullptr) return;
+    for (int64_t r = first, end; r < last; r = end) {
+        const Adapter* adapter = now.adapters[r];
+        for (end = r + 1; end < last && now.adapters[end] == adapter;) end++;
+        if (adapter != nullptr && adapter->at[op].n > 0) run(*adapter, r, end - r);
+    }
+}
+
+// Rows in the form that a matrix reads, and what adapters make of them for operation `reader`. `fill` writes row r, of
+// k numbers, to where it is told: in memory of all threads, each its share, or in the thread's own where it makes all
+// of them.
 template <typename Fill>
-Rows Step::prepare(const Now& now, Format format, float* shared_to, float* own_to, int64_t k, Fill fill) {
+Rows Step::prepare(Now& now, size_t reader, Format format, float* shared_to, float* own_to, int64_t k, Fill fill) {
     const int64_t n = now.last - now.first;
     if (now.shared && n > kPrivateRows) {
         const Range rows = own(now, 1);
         for (int64_t r = rows.first; r < rows.last; r++) fill(r, shared_to + r * k);
         const Rows made = rows_.make(format, shared_to, n, k, rows.first, rows.last);
+        make_thin(now, reader, shared_to, k, rows.first, rows.last, thin_.get());
+        now.thin = thin_.get();
         barrier();
         return made;
     }
@@ -178,6 +203,10 @@ Rows Step::prepare(const Now& now, Format format, float* shared_to, float* own_t
         fill(now.first + r, own_to + r * k);
         made.make(format, own_to, n, k, r, r + 1);
     }
+    float* const own_thin = memory_[now.thread]->thin.get();
+    make_thin(now, reader, own_to - now.first * k, k, now.first, now.last,
+              own_thin - now.first * batch_->adapter_width);
+    now.thin = own_thin;
     return made.make(format, own_to, n, k, n, n);
 }
 

@@ -1,0 +1,204 @@
+"""What adapters cost a decode step, and what loading one costs. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
+
+from cases import SHAPES
+from models import write_model
+
+from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.families import read_spec
+from twostroke.core.spec import ModelSpec
+from twostroke.engine.core import EngineCore
+from twostroke.ledger.code_version import code_version
+from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME
+from twostroke.model.adapters import PEFT_PREFIX, choose_targets
+from twostroke.scheduling.sampling_params import SamplingParams
+
+RANK, N_ADAPTERS, N_REQUESTS = 16, 8, 16
+TARGETS = {"q, v": ["q_proj", "v_proj"], "every matrix": ["all-linear"]}
+SCHEMES = ("bf16", "int8", "int4")
+BLOCK_STEPS = 4
+
+
+def write_adapter(spec: ModelSpec, base: Path, targets: list[str], directory: Path, seed: int) -> Path:
+    """An adapter of random numbers in peft's layout."""
+    directory.mkdir(parents=True)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for target in choose_targets(spec, targets):
+        for which, shape in (("A", (RANK, target.columns)), ("B", (target.rows, RANK))):
+            tensors[f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"] = 0.02 * torch.randn(shape, generator=generator)
+    save_file(tensors, directory / WEIGHTS_NAME)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "base_model_name_or_path": str(base)}
+    (directory / CONFIG_NAME).write_text(json.dumps(config))
+    return directory
+
+
+def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step by mode, and how much longer than without an adapter, over ``rounds``."""
+    core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=2))
+    for i in range(N_REQUESTS):
+        prompt = [(31 * i + 7 * j) % core.spec.vocab_size for j in range(100)]
+        core.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+    requests = [core.scheduler.requests[str(i)] for i in range(N_REQUESTS)]
+    while any(len(request.tokens) == request.n_prompt for request in requests):
+        core.step()
+    times: dict[str, list[float]] = {}
+
+    def block(mode: str, named: list[Any]) -> None:
+        for i, request in enumerate(requests):  # as if they had been sent so: the step reads adapters from its requests
+            request.adapter = named[i % len(named)]
+        core.step()
+        steps = []
+        for _ in range(BLOCK_STEPS):
+            began = time.perf_counter()
+            core.step()
+            steps.append(time.perf_counter() - began)
+        times.setdefault(mode, []).append(statistics.median(steps))
+
+    for _ in range(rounds):
+        block("none", [None])
+    before = times.pop("none")
+    modes: dict[str, list[Any]] = {"none": [None]}
+    for name, directories in adapters.items():
+        held = [core.adapters.add(f"{name} {i}", directory) for i, directory in enumerate(directories)]
+        for adapter in held:
+            adapter.n_users += 1
+        modes |= {f"1 on {name}": held[:1], f"{N_ADAPTERS} on {name}": held}
+    for _ in range(rounds):
+        for mode, named in modes.items():
+            block(mode, named)
+    for request in requests:
+        request.adapter = None
+    base_s = times["none"]
+    over = {mode: [a / b - 1 for a, b in zip(of, base_s, strict=True)] for mode, of in times.items() if mode != "none"}
+    return {
+        "step_ms": {mode: 1e3 * statistics.median(of) for mode, of in times.items()},
+        "over_none": {mode: statistics.median(of) for mode, of in over.items()},
+        "over_none_quartiles": {mode: statistics.quantiles(of, n=4)[::2] for mode, of in over.items()},
+        "before_any_was_loaded_ms": 1e3 * statistics.median(before),
+        "adapter_bytes": {name: core.adapters.get(f"{name} 0").n_bytes for name in adapters},
+    }
+
+
+def cost_of_idle(base: Path, adapter: Path, scheme: str, rounds: int) -> dict[str, Any]:
+    """Steps without an adapter while one is loaded over those while none is: loaded and unloaded in turns."""
+    core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=2))
+    for i in range(N_REQUESTS):
+        prompt = [(31 * i + 7 * j) % core.spec.vocab_size for j in range(100)]
+        core.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+    while core.scheduler.n_waiting or len(core.scheduler.decoding) < N_REQUESTS:
+        core.step()
+    ratios = []
+    for i in range(rounds):
+        pair = {}
+        for loaded in (False, True) if i % 2 else (True, False):
+            if loaded:
+                core.adapters.add("idle", adapter)
+            core.step()
+            steps = []
+            for _ in range(BLOCK_STEPS):
+                began = time.perf_counter()
+                core.step()
+                steps.append(time.perf_counter() - began)
+            pair[loaded] = statistics.median(steps)
+            if loaded:
+                core.adapters.remove("idle")
+        ratios.append(pair[True] / pair[False] - 1)
+    return {"over_none": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)[::2]}
+
+
+def cost_of_loading(base: Path, adapter: Path, repeats: int) -> dict[str, Any]:
+    core = EngineCore(base, EngineSettings(dtype="bf16", max_model_len=1024, n_threads=2))
+    loads, unloads = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        core.adapters.add("a", adapter)
+        loaded = time.perf_counter()
+        core.adapters.remove("a")
+        unloads.append(time.perf_counter() - loaded)
+        loads.append(loaded - began)
+    return {
+        "load_ms": 1e3 * statistics.median(loads),
+        "most_ms": 1e3 * max(loads),
+        "unload_ms": 1e3 * statistics.median(unloads),
+    }
+
+
+def summary(results: dict[str, Any]) -> str:
+    lines = [
+        f"{results['machine']}, 2 threads, torch {results['torch']}, Twostroke {results['twostroke']}, "
+        f"load {results['load_average_at_start']:.1f} at the start",
+        "",
+        f"A step of {N_REQUESTS} requests, adapters of rank {RANK}; beside them how much longer than without an adapter:",
+        "",
+        "| weights | adapters | step | longer | middle half of the pairs |",
+        "|---|---|---|---|---|",
+    ]
+    for scheme, found in results["steps"].items():
+        lines.append(f"| {scheme} | none | {found['step_ms']['none']:.2f} ms | | |")
+        idle = results["idle"][scheme]
+        low, high = idle["quartiles"]
+        lines.append(f"| | loaded, not named | | {idle['over_none']:+.1%} | {low:+.1%} to {high:+.1%} |")
+        for mode, longer in found["over_none"].items():
+            low, high = found["over_none_quartiles"][mode]
+            lines.append(f"| | {mode} | {found['step_ms'][mode]:.2f} ms | {longer:+.1%} | {low:+.1%} to {high:+.1%} |")
+    load, sizes = results["load"], next(iter(results["steps"].values()))["adapter_bytes"]
+    held = ", ".join(f"{n_bytes / 1e6:.1f} MB on {name}" for name, n_bytes in sizes.items())
+    lines += [
+        "",
+        f"An adapter takes {held}. Loading one on every matrix takes {load['load_ms']:.0f} ms (at most {load['most_ms']:.0f}), "
+        f"unloading it {load['unload_ms']:.1f} ms.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-adapters", help="kept models")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--rounds", type=int, default=25)
+    arguments = parser.parse_args()
+    base = write_model(SHAPES["smollm-135m"], arguments.models / "smollm-135m")
+    schemes = arguments.schemes.split(",")
+    with tempfile.TemporaryDirectory() as name:
+        adapters = {
+            of: [write_adapter(read_spec(base), base, targets, Path(name) / f"{of}-{i}", i) for i in range(N_ADAPTERS)]
+            for of, targets in TARGETS.items()
+        }
+        results = {
+            "command": " ".join(sys.argv),
+            "machine": platform.processor() or platform.machine(),
+            "torch": str(torch.__version__),
+            "twostroke": code_version(),
+            "load_average_at_start": os.getloadavg()[0],
+            "steps": {scheme: cost_of_steps(base, adapters, scheme, arguments.rounds) for scheme in schemes},
+            "idle": {
+                scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds) for scheme in schemes
+            },
+            "load": cost_of_loading(base, adapters["every matrix"][0], arguments.rounds),
+        }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (arguments.out / "summary.md").write_text(summary(results))
+    print(summary(results))
+
+
+if __name__ == "__main__":
+    main()
