@@ -17,6 +17,10 @@ from twostroke.core.tables import build
 RUNNERS = ("native", "torch")
 
 
+OFF, NGRAM = "off", "ngram"
+"""Where drafts come from: nowhere, or repeats in the request's own text and in past outputs."""
+
+
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
     option (None: it has no option), how many of the field's units one of the option's is, and the largest number."""
@@ -28,9 +32,9 @@ class Setting(NamedTuple):
     most: int = MAX_INTEGER
 
 
-def _choice(help: str, choices: tuple[str, ...], option: str | None = None) -> Any:
+def _choice(help: str, choices: tuple[str, ...], option: str | None = None, default: str = "auto") -> Any:
     text = f"{help}: auto, {', '.join(choices[:-1])} or {choices[-1]}."
-    return dataclasses.field(default="auto", metadata={"setting": Setting(text, choices, option)})
+    return dataclasses.field(default=default, metadata={"setting": Setting(text, choices, option)})
 
 
 def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1, most: int = MAX_INTEGER) -> Any:
@@ -44,7 +48,9 @@ class EngineSettings:
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
+    every core this process may use, and one alone for small steps. ``speculate`` ngram: drafts are repeats in the request's own
+    text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
+    rows a step has. Raises ConfigError for a value out of range.
     """
 
     dtype: str = _choice("How weights are held", NATIVE, "--dtype")
@@ -63,6 +69,7 @@ class EngineSettings:
     n_threads: int | None = _number(
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
+    speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF)
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
     def __post_init__(self) -> None:

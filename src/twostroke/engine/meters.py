@@ -54,6 +54,8 @@ class EngineStats:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0  # that steps checked
+    accepted_draft_tokens: int = 0  # those of them that were right
     failed_requests: int = 0
     prefill_steps: int = 0
     prefill_s: float = 0.0
