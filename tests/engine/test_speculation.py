@@ -125,7 +125,7 @@ def test_families_with_windows_experts_and_latents_answer_alike(models: Path, na
         SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, logprobs=3),
         SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=4, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=1.0, seed=5, max_tokens=40, min_tokens=20, stop_token_ids=tuple(range(40)), logprobs=1),
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.7, logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.7),
         SamplingParams(
             temperature=1.2, seed=6, max_tokens=30, min_tokens=9, presence_penalty=0.5, logit_bias=((7, 2.0),), logprobs=0,
             stop_token_ids=(3, 5, 9),

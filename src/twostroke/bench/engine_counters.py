@@ -13,7 +13,8 @@ FORMULAS: dict[str, str] = {
     "prefill_s": "engine time of the prefill steps of one prompt on an idle server, mean of the warm-up requests but the first",
     "prefill_tok_per_s": "tokens computed in those steps / their time",
     "decode_step_s": "engine time of one step in which every request decodes, mean over the load",
-    "decode_tok_per_s": "tokens computed in such steps / their time",
+    "decode_tok_per_s": "tokens computed in such steps / their time, without wrong drafts",
+    "draft_acceptance": "drafted tokens that were right / those that steps checked",
     "peak_memory_bytes": "most memory that the engine process has held, at the end of the load",
     "http_peak_memory_bytes": "the same of the HTTP process",
     "decode_read_bytes_per_s": "weights and KV cache that such steps had to read / their time",
@@ -58,6 +59,8 @@ def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int
         values["decode_step_s"] = load["decode_seconds"] / load["decode_steps"]
         values["decode_tok_per_s"] = load["decode_tokens"] / load["decode_seconds"]
         values["decode_read_bytes_per_s"] = load["decode_bytes"] / load["decode_seconds"]
+    if load.get("draft_tokens", 0) > 0:
+        values["draft_acceptance"] = load["accepted_draft_tokens"] / load["draft_tokens"]
     return values
 
 

@@ -167,9 +167,9 @@ def _stream(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Re
 def _measured(
     directory: Path, llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float
 ) -> dict[str, float]:
-    """Measurements by the planner's names. ``tpot_s`` is the mean decode step; ``ttft_s`` and ``e2e_s`` are medians over the
-    prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer ended before ``max_tokens``, which
-    is less work than was predicted."""
+    """Measurements by the planner's names. ``tpot_s`` is the mean decode step ÷ the tokens that it gave a request; ``ttft_s``
+    and ``e2e_s`` are medians over the prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer
+    ended before ``max_tokens``, which is less work than was predicted."""
     import resource
     import statistics
 
@@ -190,7 +190,7 @@ def _measured(
     if stats.prefill_s > 0:
         values["prefill_tok_per_s"] = stats.prefill_tokens / stats.prefill_s
     if stats.decode_s > 0:
-        values["tpot_s"] = stats.decode_s / stats.decode_steps
+        values["tpot_s"] = stats.decode_s / stats.decode_steps * stats.decode_requests / stats.decode_tokens
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
     values["model_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return values | rates.values()
@@ -205,6 +205,9 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     lines += [phase_text(name, phase, rates.product) for name, phase in (("prefill", rates.prefill), ("decode", rates.decode))]
     if stats.mixed_steps:
         lines.append(f"mixed    {stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")
+    if stats.draft_tokens:
+        share = stats.accepted_draft_tokens / stats.draft_tokens
+        lines.append(f"drafts   {stats.draft_tokens} tokens checked, {stats.accepted_draft_tokens} right ({share:.0%})")
     return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 

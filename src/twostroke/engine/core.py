@@ -284,7 +284,10 @@ class EngineCore:
                 events.append(self._event(request.id, [], finish_reason="error"))
             self._remember(request)
             self._forget(request.id)
-        self._count(step, n_output, len(logits), len(failed), time.perf_counter() - began)
+        n_wrong = sum(len(draft) + 1 for draft in step.drafts.values()) - sum(
+            len(new) for place, new in zip(places, taken.tokens, strict=True) if place in step.drafts
+        )
+        self._count(step, n_output, len(logits), n_wrong, len(failed), time.perf_counter() - began)
         if not self._names:  # nothing runs any more, so nothing is scored either
             self.release_logits()
         return events
@@ -348,9 +351,10 @@ class EngineCore:
         small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
         return 1 if small and self.settings.n_threads is None else self._left
 
-    def _count(self, step: ScheduledStep, n_output: int, n_sampled: int, n_failed: int, seconds: float) -> None:
+    def _count(self, step: ScheduledStep, n_output: int, n_sampled: int, n_wrong: int, n_failed: int, seconds: float) -> None:
         counts = self._counts
         counts.output_tokens += n_output
+        n_right = step.n_tokens - n_wrong
         counts.failed_requests += n_failed
         n_bytes = self._meter.bytes_read(step.starts, step.counts)
         if self._runner.experts is not None:
@@ -361,7 +365,8 @@ class EngineCore:
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1
             counts.decode_s += seconds
-            counts.decode_tokens += step.n_tokens
+            counts.decode_tokens += n_right
+            counts.decode_requests += step.n_decodes
             counts.decode_bytes += n_bytes
             counts.decode_flop += flop
         elif step.n_decodes == 0:
@@ -373,7 +378,7 @@ class EngineCore:
         else:
             counts.mixed_steps += 1
             counts.mixed_s += seconds
-            counts.mixed_tokens += step.n_tokens
+            counts.mixed_tokens += n_right
             counts.mixed_bytes += n_bytes
             counts.mixed_flop += flop
 

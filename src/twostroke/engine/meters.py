@@ -69,7 +69,8 @@ class EngineStats:
     mixed_flop: int = 0
     decode_steps: int = 0
     decode_s: float = 0.0
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # wrong drafts not counted
+    decode_requests: int = 0  # that decoded, summed over decode steps
     decode_bytes: int = 0
     decode_flop: int = 0
     expert_load: float = 0.0  # largest load of an expert over its layer's mean, in the worst layer; 0 without experts
