@@ -19,6 +19,7 @@ from twostroke.core.schemes import CACHE_TYPES, NATIVE
 from twostroke.engine.core import EngineCore, TokenEvent
 from twostroke.engine.llm import LLM
 from twostroke.engine.sampler import plain_draw
+from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.verification import verify
@@ -244,3 +245,49 @@ def test_torch_products_are_refused_by_name(models: Path) -> None:
         EngineCore(directory(models), EngineSettings(runner="torch", speculate="ngram"))
     core = EngineCore(directory(models), EngineSettings(runner="torch", speculate="auto", dtype="fp32"))
     assert core.scheduler.config.draft_rows == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True, logprobs=1),
+        SamplingParams(
+            temperature=1.0, seed=7, max_tokens=30, n=3, min_tokens=9, frequency_penalty=0.5, stop_token_ids=(3, 5, 9)
+        ),
+    ],
+)
+def test_a_draft_model_changes_no_token(models: Path, params: SamplingParams) -> None:
+    """Another model, which is mostly wrong, and the very model, which is always right: it draws with the same numbers."""
+    path, other = directory(models), directory(models, "llama", n_layers=1)
+    settings: dict[str, Any] = {"dtype": "auto", "n_threads": 1, "page_tokens": 4, "token_budget": 21, "max_running": 9}
+    plain = run(EngineCore(path, EngineSettings(**settings)), PROMPTS, params)
+    for draft in (other, path):
+        core = EngineCore(path, EngineSettings(**settings, speculate=f"draft:{draft}"))
+        drafter = core._drafter
+        assert isinstance(drafter, ModelDrafter)
+        drafter._ahead = lambda n_decoding, n_rows: 3  # type: ignore[method-assign]
+        assert run(core, PROMPTS, params) == plain
+        stats = core.stats()
+        assert stats.draft_tokens > 40
+        if draft == path:
+            assert stats.accepted_draft_tokens == stats.draft_tokens
+            assert stats.decode_tokens > 1.5 * stats.decode_requests
+        else:
+            assert stats.accepted_draft_tokens < stats.draft_tokens
+        assert drafter._draft.scheduler.pool.n_used == 0
+        assert len(drafter._slots) == 9
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(models: Path) -> None:
+    other = directory(models, "llama", vocab_size=98)
+    with pytest.raises(ConfigError, match="98 tokens"):
+        EngineCore(directory(models), EngineSettings(dtype="fp32", speculate=f"draft:{other}"))
+
+
+def test_a_draft_model_that_is_mostly_wrong_is_hardly_asked(models: Path) -> None:
+    other = directory(models, "llama", n_layers=2)
+    core = EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1, speculate=f"draft:{other}"))
+    run(core, [[i] for i in range(4)], SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True))
+    stats = core.stats()
+    assert 0 < stats.draft_tokens < stats.output_tokens / 2

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from twostroke.core import policy
 from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
-from twostroke.core.engine_settings import OFF, EngineSettings
+from twostroke.core.engine_settings import DRAFT, OFF, EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
+from twostroke.core.paths import model_directory
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
 from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
@@ -32,6 +33,7 @@ from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import TokenLogprobs
+from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
@@ -139,13 +141,25 @@ class EngineCore:
         self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
         self.load_s = time.perf_counter() - began
 
-    def _make_drafter(self, directory: Path) -> Drafter:
+    def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter:
+        times = self.step_times(directory)
+        if not self.settings.speculate.startswith(DRAFT):
+            return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
+        path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
+        draft = EngineCore(path, replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None))
+        if draft.spec.vocab_size != self.spec.vocab_size:
+            raise ConfigError(
+                f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
+                f"{self.spec.vocab_size}. Use a model with the same tokenizer."
+            )
+        return ModelDrafter(draft, times, draft.step_times(path), lambda request: self._answers[request.id].seed)
+
+    def step_times(self, directory: Path) -> StepTimes:
+        """Seconds of this engine's steps by their rows. The engine must be idle."""
         config = self.scheduler.config
+        most = min(config.token_budget, config.max_running + config.draft_rows)
         predict = planned_step_s(directory, self.spec, self.settings)
-        if predict is None:
-            predict = timed_step_s(self.scheduler, self.compute, config.draft_rows)
-        times = StepTimes(predict, min(config.token_budget, config.max_running + config.draft_rows))
-        return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
+        return StepTimes(predict or timed_step_s(self.scheduler, self.compute, most), most)
 
     @property
     def dtype(self) -> str:
@@ -220,7 +234,7 @@ class EngineCore:
                 self._forget(name)
 
     def _remember(self, request: Request) -> None:
-        """Its output may be a draft of later ones. An abort is mostly a stop string."""
+        """Tell the drafter that it has ended: its output may be a draft of later ones, and an abort is mostly a stop string."""
         if self._drafter is not None:
             self._drafter.ended(request)
 
@@ -240,6 +254,7 @@ class EngineCore:
         events: list[TokenEvent] = []
         for request in self.scheduler.expire(time.monotonic()):
             events.append(self._event(request.id, [], finish_reason="timeout"))
+            self._remember(request)
             self._forget(request.id)
         if not self.scheduler.has_work:
             return events
@@ -319,6 +334,10 @@ class EngineCore:
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows)."""
         return self._runner.run(step, rows, self._threads_for(step))
+
+    def best_of(self, n: int) -> tuple[Tensor, Tensor] | None:
+        """The largest logit of each of the last step's first ``n`` rows and its token, where the runner looks for them."""
+        return self._runner.best_of(n)
 
     def release_logits(self) -> None:
         """Free the logits beyond one row for each running request, which only scoring needs."""
