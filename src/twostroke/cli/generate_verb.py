@@ -71,6 +71,7 @@ def generate(
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
+    inputs["speculate"] = engine.speculate
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
@@ -173,6 +174,8 @@ def _measured(
     import resource
     import statistics
 
+    from twostroke.planner.truth.drafts import draft_values
+
     stats = llm.stats()
     output_tokens = sum(output.metrics.output_tokens for output in outputs)
     values: dict[str, float] = {
@@ -192,6 +195,8 @@ def _measured(
     if stats.decode_s > 0:
         values["tpot_s"] = stats.decode_s / stats.decode_steps * stats.decode_requests / stats.decode_tokens
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
+    drafted = stats.draft_tokens, stats.accepted_draft_tokens
+    values |= draft_values(stats.decode_requests, stats.decode_tokens, *drafted)
     values["model_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return values | rates.values()
 
@@ -220,6 +225,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.serving.under_load import Server
     from twostroke.planner.serving.workload import Workload
+    from twostroke.planner.truth.drafts import drafts_seen
     from twostroke.planner.truth.recording import Planned
     from twostroke.quantization.held import serving_shape
 
@@ -236,6 +242,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
         prompt_tokens=n_prompt,
         output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
         sampling=params.kinds,
+        speculation=drafts_seen(directory, engine.speculate),
     )
     plan = plan_serving(spec, shape, hardware)
     at_once = Workload.open(math.inf, shape.prompts, shape.prompt_tokens, shape.output_tokens, answers=shape.answers)
