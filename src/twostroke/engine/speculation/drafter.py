@@ -13,16 +13,21 @@ MOST_DRAFT = 24
 """Most tokens that are drafted of one request in a step."""
 
 
+_MOST_SKIPPED = 7
+"""Steps that a request's text is not searched for repeats, once hundreds of searches found none."""
+
+
 class _Followed:
     """A request's own repeats, and the place that its text follows at present: its next token is expected to be
     ``source[at]``, because the ``length`` tokens before both are equal. ``length`` 0: it follows no place."""
 
-    __slots__ = ("at", "length", "n_seen", "own", "source")
+    __slots__ = ("at", "length", "n_fruitless", "n_seen", "own", "skip", "source")
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         self.own = Repeats(request.tokens, vocab_size)
         self.source = request.tokens
         self.at = self.length = 0
+        self.n_fruitless = self.skip = 0  # searches in a row that found nothing; steps before the next one
         self.n_seen = len(request.tokens)
 
     def advance(self, acceptance: Acceptance, past: PastOutputs | None) -> int:
@@ -39,7 +44,15 @@ class _Followed:
                 at, length = at + 1, length + 1
             self.at, self.length = at, length if at < len(source) else 0
         self.n_seen = len(tokens)
-        return self.length or self._search(past)
+        if self.length:
+            return self.length
+        if self.skip:
+            self.skip -= 1
+            return 0
+        found = self._search(past)
+        self.n_fruitless = 0 if found else self.n_fruitless + 1
+        self.skip = min(_MOST_SKIPPED, self.n_fruitless // 16)
+        return found
 
     def _search(self, past: PastOutputs | None) -> int:
         own = self.own
