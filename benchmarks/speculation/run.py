@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--texts", nargs="+", help="Only these cases.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "last")
     args = parser.parse_args()
@@ -118,6 +119,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for dtype in args.dtypes:
         for name, (prompts_of, sampling) in cases.items():
+            if args.texts and name not in args.texts:
+                continue
             params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **sampling)
             for n in (N_ALONE, N_TOGETHER):
                 found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}

@@ -13,8 +13,11 @@ MOST_DRAFT = 24
 """Most tokens that are drafted of one request in a step."""
 
 
+_SEEN_OF = 8
+"""Steps without a repeat of which one corrects the step times."""
+
 _MOST_SKIPPED = 7
-"""Steps that a request's text is not searched for repeats, once hundreds of searches found none."""
+"""Steps that a request's text is not searched for repeats, once dozens of searches found none."""
 
 
 class _Followed:
@@ -51,7 +54,7 @@ class _Followed:
             return 0
         found = self._search(past)
         self.n_fruitless = 0 if found else self.n_fruitless + 1
-        self.skip = min(_MOST_SKIPPED, self.n_fruitless // 16)
+        self.skip = min(_MOST_SKIPPED, self.n_fruitless // 8)
         return found
 
     def _search(self, past: PastOutputs | None) -> int:
@@ -88,6 +91,7 @@ class Drafter:
     def __init__(self, vocab_size: int, times: StepTimes, past_outputs: bool) -> None:
         self.times = times
         self.acceptance = Acceptance()
+        self._matters = False  # whether any request's text repeats at present
         self._vocab_size = vocab_size
         self._past = PastOutputs(vocab_size) if past_outputs else None
 
@@ -100,6 +104,7 @@ class Drafter:
                 survivals = self.acceptance.survivals(length, min(room, MOST_DRAFT))
                 if survivals:
                     found.append((i, survivals))
+        self._matters = bool(found)
         if not found:
             return {}
         lengths = draft_lengths(found, len(decoding), n_rows, room, self.times.seconds)
@@ -112,8 +117,8 @@ class Drafter:
         return made
 
     def saw(self, step: ScheduledStep, seconds: float) -> None:
-        """``step`` took ``seconds``."""
-        if step.n_decodes == len(step.requests):
+        """``step`` took ``seconds``. Where nothing repeats, only one step in ``_SEEN_OF`` is counted."""
+        if step.n_decodes == len(step.requests) and (self._matters or step.number % _SEEN_OF == 0):
             self.times.saw(step.n_tokens, seconds)
 
     def ended(self, request: Request) -> None:
