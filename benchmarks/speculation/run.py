@@ -23,51 +23,50 @@ from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
-PROMPT, OUTPUT = 512, 256
 N_ALONE, N_TOGETHER = 6, 32
 
 Prompts = Callable[[random.Random, int], list[list[int]]]
 
 
-def windows(folder: Path, suffix: str, tokenizer: Any, most: int = 64) -> list[list[int]]:
+def windows(folder: Path, suffix: str, tokenizer: Any, length: int, most: int = 64) -> list[list[int]]:
     """Token ids of the folder's texts that are long enough, the beginnings of files left out."""
     found = []
     for path in sorted(folder.rglob(f"*{suffix}"))[: 4 * most]:
         ids = tokenizer.encode(path.read_text(encoding="utf-8", errors="ignore")[:60_000]).ids
-        if len(ids) >= 2 * PROMPT:
+        if len(ids) >= 2 * length:
             found.append(list(ids[100:]))
     if len(found) < 2:
-        raise SystemExit(f"{folder} has {len(found)} texts of at least {2 * PROMPT} tokens; 2 are needed.")
+        raise SystemExit(f"{folder} has {len(found)} texts of at least {2 * length} tokens; 2 are needed.")
     return found[:most]
 
 
-def continued(texts: Sequence[Sequence[int]]) -> Prompts:
+def continued(texts: Sequence[Sequence[int]], length: int) -> Prompts:
     """A text, to be continued."""
 
     def prompts(r: random.Random, n: int) -> list[list[int]]:
         chosen = [texts[i % len(texts)] for i in range(n)]
-        return [list(text[(at := r.randrange(len(text) - PROMPT)) : at + PROMPT]) for text in chosen]
+        return [list(text[(at := r.randrange(len(text) - length)) : at + length]) for text in chosen]
 
     return prompts
 
 
-def again(texts: Sequence[Sequence[int]]) -> Prompts:
+def again(texts: Sequence[Sequence[int]], length: int) -> Prompts:
     """A text and its beginning once more, as where a program is edited or a document quoted."""
 
     def prompts(r: random.Random, n: int) -> list[list[int]]:
         found = []
         for i in range(n):
             text = texts[i % len(texts)]
-            at = r.randrange(len(text) - PROMPT)
-            found.append(list(text[at : at + PROMPT - 48]) + list(text[at : at + 48]))
+            at = r.randrange(len(text) - length)
+            found.append(list(text[at : at + length - 48]) + list(text[at : at + 48]))
         return found
 
     return prompts
 
 
-def noise(vocab_size: int) -> Prompts:
+def noise(vocab_size: int, length: int) -> Prompts:
     """Tokens at random: nothing repeats."""
-    return lambda r, n: [[r.randrange(3, vocab_size) for _ in range(PROMPT)] for _ in range(n)]
+    return lambda r, n: [[r.randrange(3, vocab_size) for _ in range(length)] for _ in range(n)]
 
 
 def measure(
@@ -100,20 +99,22 @@ def main() -> None:
     parser.add_argument("--prose", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--texts", nargs="+", help="Only these cases.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "last")
     args = parser.parse_args()
-    tokenizer = LLM(args.model).tokenizer
-    code, prose = windows(args.code, ".py", tokenizer), windows(args.prose, ".txt", tokenizer)
+    tokenizer, length = LLM(args.model).tokenizer, args.prompt_tokens
+    code, prose = windows(args.code, ".py", tokenizer, length), windows(args.prose, ".txt", tokenizer, length)
     greedy = {"temperature": 0.0}
     cases: dict[str, tuple[Prompts, dict[str, Any]]] = {
-        "code": (continued(code), greedy),
-        "code, drawn at 0.8": (continued(code), {"temperature": 0.8, "seed": 1}),
-        "code again": (again(code), greedy),
-        "prose": (continued(prose), greedy),
-        "prose, drawn at 0.8": (continued(prose), {"temperature": 0.8, "seed": 1}),
-        "noise, drawn at 2": (noise(tokenizer.get_vocab_size()), {"temperature": 2.0, "seed": 1}),
+        "code": (continued(code, length), greedy),
+        "code, drawn at 0.8": (continued(code, length), {"temperature": 0.8, "seed": 1}),
+        "code again": (again(code, length), greedy),
+        "prose": (continued(prose, length), greedy),
+        "prose, drawn at 0.8": (continued(prose, length), {"temperature": 0.8, "seed": 1}),
+        "noise, drawn at 2": (noise(tokenizer.get_vocab_size(), length), {"temperature": 2.0, "seed": 1}),
     }
     ways = ["off", "ngram", *([f"draft:{args.draft}"] if args.draft else [])]
     rows: list[dict[str, Any]] = []
@@ -121,7 +122,7 @@ def main() -> None:
         for name, (prompts_of, sampling) in cases.items():
             if args.texts and name not in args.texts:
                 continue
-            params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **sampling)
+            params = SamplingParams(max_tokens=args.output_tokens, ignore_eos=True, **sampling)
             for n in (N_ALONE, N_TOGETHER):
                 found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
                 for i in range(args.rounds):
@@ -151,7 +152,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
     about = {
         "commit": commit, "processor": _processor(), "python": platform.python_version(), "model": args.model.name,
-        "prompt_tokens": PROMPT, "output_tokens": OUTPUT, "rounds": args.rounds, "rows": rows,
+        "prompt_tokens": length, "output_tokens": args.output_tokens, "rounds": args.rounds, "rows": rows,
     }  # fmt: skip
     (args.out / "result.json").write_text(json.dumps(about, indent=1) + "\n")
     head = ["| weights | text | requests | drafts | tok/s off → on | ratio | of decoding | rounds | right of drafted | steps |"]
