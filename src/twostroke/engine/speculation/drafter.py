@@ -13,8 +13,8 @@ MOST_DRAFT = 24
 """Most tokens that are drafted of one request in a step."""
 
 
-_SEEN_OF = 8
-"""Steps without a repeat of which one corrects the step times."""
+_MATTERS, _SEEN_OF = 32, 8
+"""After so many steps without a repeat only one step in ``_SEEN_OF`` corrects the step times."""
 
 _MOST_SKIPPED = 7
 """Steps that a request's text is not searched for repeats, once dozens of searches found none."""
@@ -91,7 +91,7 @@ class Drafter:
     def __init__(self, vocab_size: int, times: StepTimes, past_outputs: bool) -> None:
         self.times = times
         self.acceptance = Acceptance()
-        self._matters = False  # whether any request's text repeats at present
+        self._matters = 0  # steps for which step times still matter, because texts repeated lately
         self._vocab_size = vocab_size
         self._past = PastOutputs(vocab_size) if past_outputs else None
 
@@ -104,7 +104,7 @@ class Drafter:
                 survivals = self.acceptance.survivals(length, min(room, MOST_DRAFT))
                 if survivals:
                     found.append((i, survivals))
-        self._matters = bool(found)
+        self._matters = _MATTERS if found else max(0, self._matters - 1)
         if not found:
             return {}
         lengths = draft_lengths(found, len(decoding), n_rows, room, self.times.seconds)

@@ -61,6 +61,9 @@ _OWN, _SHARED = 0.2, 0.05
 """Shares of a surprise that the time of its number of rows and all times take. All steps of a busy machine become slower
 together, so a number of rows that was not computed for a while must follow the others."""
 
+_KNOWN = 8
+"""Steps after which the surprises of a number of rows are the machine's, and no longer the prediction's errors."""
+
 _MOST_SURPRISE = 1.0
 """Nats that one step may surprise by: a step that the system interrupted says nothing of the next."""
 
@@ -72,20 +75,29 @@ class StepTimes:
         n = bisect_left(_ROWS, most_rows) + 1
         self._rows = list(_ROWS[:n])
         self._log_s: list[float] = []
+        self._n_seen = [0] * n
         for rows in self._rows:  # more rows never take less time
             self._log_s.append(max(math.log(max(predict(rows), 1e-9)), *self._log_s[-1:], -math.inf))
 
     def saw(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` took ``seconds``."""
-        place = min(bisect_left(self._rows, rows), len(self._rows) - 1)
+        known, times = self._rows, self._log_s
+        place = min(bisect_left(known, rows), len(known) - 1)
         surprise = math.log(seconds / self.seconds(rows))
         surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        shared, times = _SHARED * surprise, self._log_s
-        for i in range(len(times)):
-            times[i] += shared
-        times[place] += _OWN * surprise
-        if place and rows < self._rows[place]:
-            times[place - 1] += _OWN * surprise
+        n_seen = self._n_seen
+        shared = _SHARED * surprise if n_seen[place] >= _KNOWN else 0.0
+        own = max(_OWN, 1 / (n_seen[place] + 1)) * surprise
+        for i in range(len(times)):  # what was never measured is as wrong as what is measured
+            times[i] += shared if n_seen[i] else own
+        if not n_seen[place]:
+            n_seen[place] = 1
+            return
+        n_seen[place] += 1
+        upper = 1.0 if place == 0 else min(1.0, (rows - known[place - 1]) / (known[place] - known[place - 1]))
+        times[place] += own * upper
+        if upper < 1 and n_seen[place - 1]:
+            times[place - 1] += own * (1 - upper)
 
     def seconds(self, rows: int) -> float:
         """Seconds of a step of ``rows``, on a line between the numbers of rows that are kept."""
