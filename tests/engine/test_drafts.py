@@ -44,6 +44,13 @@ def directory(models: Path, name: str = "llama", **changes: Any) -> Path:
     return made if made.exists() else saved(name, made, **changes)[1]
 
 
+class Fixed(StepTimes):
+    """Step times that no step corrects, so that a test does not depend on the machine's load."""
+
+    def saw(self, rows: int, seconds: float) -> None:
+        pass
+
+
 class Oracle(Drafter):
     """Drafts the answers of an earlier run, of which some tokens were replaced: whatever is checked, right and wrong."""
 
@@ -154,6 +161,8 @@ def test_chunks_prefixes_and_preemption_change_nothing(models: Path) -> None:
 def test_text_that_repeats_is_drafted_without_help(models: Path) -> None:
     """A cycle that greedy decoding falls into; then the same prompt again, whose answer is a past output."""
     llm = LLM(directory(models), dtype="fp32", n_threads=1, speculate="auto")
+    assert isinstance(llm.engine._drafter, Drafter)
+    llm.engine._drafter.times = Fixed(lambda rows: 1.0, 64)
     plain = LLM(directory(models), dtype="fp32", n_threads=1).generate(PROMPTS, replace(GREEDY, max_tokens=120))
     for _ in range(2):
         drafted = llm.generate(PROMPTS, replace(GREEDY, max_tokens=120))
@@ -288,6 +297,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused(models: Path) -> None:
 def test_a_draft_model_that_is_mostly_wrong_is_hardly_asked(models: Path) -> None:
     other = directory(models, "llama", n_layers=2)
     core = EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1, speculate=f"draft:{other}"))
+    assert isinstance(core._drafter, ModelDrafter)
+    core._drafter.times = core._drafter.draft_times = Fixed(lambda rows: 1.0 + 0.1 * rows, 64)
     run(core, [[i] for i in range(4)], SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True))
     stats = core.stats()
     assert 0 < stats.draft_tokens < stats.output_tokens / 2
