@@ -27,7 +27,15 @@ def test_only_the_engines_samples_are_read() -> None:
 def test_values_follow_from_the_growth_between_readings() -> None:
     warm = counters(prefill_seconds=1.0, prefill_tokens=10)
     before = counters(
-        prefill_seconds=1.5, prefill_tokens=110, decode_seconds=9.0, decode_steps=1, decode_tokens=1, decode_bytes=1
+        prefill_seconds=1.5,
+        prefill_tokens=110,
+        decode_seconds=9.0,
+        decode_steps=1,
+        decode_tokens=1,
+        decode_bytes=1,
+        draft_tokens=0,
+        accepted_draft_tokens=0,
+        decode_requests=10,
     )
     after = before | {
         "prefill_seconds": 7.0,
@@ -35,6 +43,9 @@ def test_values_follow_from_the_growth_between_readings() -> None:
         "decode_steps": 101,
         "decode_tokens": 401,
         "decode_bytes": 8001,
+        "draft_tokens": 40,
+        "decode_requests": 330,
+        "accepted_draft_tokens": 30,
         "peak_memory_bytes": 9e8,
         "http_peak_memory_bytes": 1e8,
     }
@@ -45,6 +56,9 @@ def test_values_follow_from_the_growth_between_readings() -> None:
             "prefill_tok_per_s": 200.0,
             "decode_step_s": 0.02,
             "decode_tok_per_s": 200.0,
+            "draft_acceptance": 0.75,
+            "drafts_per_step": 0.125,
+            "tokens_per_step": 1.25,
             "decode_read_bytes_per_s": 4000.0,
             "peak_memory_bytes": 9e8,
             "http_peak_memory_bytes": 1e8,

@@ -35,7 +35,13 @@ def test_no_option_is_the_default_of_every_setting() -> None:
 
 def test_words_of_settings_give_them_back() -> None:
     given = EngineSettings(
-        "int8", head_dtype="fp32", kv_dtype="int8", max_model_len=99, kv_cache_bytes=3 * 2**28 + 4096, n_threads=3
+        "int8",
+        head_dtype="fp32",
+        kv_dtype="int8",
+        max_model_len=99,
+        kv_cache_bytes=3 * 2**28 + 4096,
+        n_threads=3,
+        speculate="ngram",
     )
     assert set(given.changed()) == set(OPTIONS)
     assert settings_of(words(given)) == given

@@ -76,7 +76,7 @@ def test_what_no_option_of_serve_asks_for_is_planned_only() -> None:
     shape = ServingShape(prompt_tokens=64, output_tokens=16, speculation=Speculation(4, 0.8, 0.1), tensor=2, engine="vllm")
     plan = plan_serving(small_llama(), shape, load_hardware("h100"))
     assert plan.planned_only == (
-        "one copy over 2 devices", "speculation", f"inference on {load_hardware('h100').label}", "vllm's kernels",
+        "one copy over 2 devices", f"inference on {load_hardware('h100').label}", "vllm's kernels",
     )  # fmt: skip
     assert planned_only_text(plan.planned_only) in " ".join(serving_text(plan, "x").split())
     here = plan_serving(small_llama(), ServingShape(prompt_tokens=64, output_tokens=16), machine())

@@ -159,7 +159,7 @@ def test_an_interrupted_step_loses_nothing(llama: Path, monkeypatch: pytest.Monk
     found: list[int] = []
     for i in range(12):
         with monkeypatch.context() as broken:
-            broken.setattr(core_module, "sample", interrupt if i % 3 == 0 else core_module.sample)
+            broken.setattr(core_module, "verify", interrupt if i % 3 == 0 else core_module.verify)
             try:
                 events = core.step()
             except KeyboardInterrupt:
@@ -272,8 +272,8 @@ def test_small_steps_run_on_one_thread_unless_more_were_asked_for(
     llama: Path, monkeypatch: pytest.MonkeyPatch, n_threads: int | None, expected: int
 ) -> None:
     used = []
-    sample = core_module.sample
-    monkeypatch.setattr(core_module, "sample", lambda *a: used.append(torch.get_num_threads()) or sample(*a))
+    verify = core_module.verify
+    monkeypatch.setattr(core_module, "verify", lambda *a: used.append(torch.get_num_threads()) or verify(*a))
     monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
     core = engine(llama, n_threads=n_threads)
     core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
@@ -287,8 +287,8 @@ def test_a_processor_that_another_program_takes_is_left_to_it(
     llama: Path, monkeypatch: pytest.MonkeyPatch, n_threads: int | None, expected: int
 ) -> None:
     used = []
-    sample = core_module.sample
-    monkeypatch.setattr(core_module, "sample", lambda *a: used.append(torch.get_num_threads()) or sample(*a))
+    verify = core_module.verify
+    monkeypatch.setattr(core_module, "verify", lambda *a: used.append(torch.get_num_threads()) or verify(*a))
     monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
     monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n - 1)
     core = engine(llama, n_threads=n_threads)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from twostroke.core.errors import ConfigError
+from twostroke.ledger.store import Ledger
 from twostroke.planner.serving.shape import Speculation
+from twostroke.planner.truth.drafts import draft_values, drafts_seen
 
 
 @pytest.mark.parametrize(
@@ -47,3 +51,30 @@ def test_options_are_read_and_refused() -> None:
     for wrong in ("0,0.8", "65,0.8", "4,1.2", "4,-0.1", "4,0.5,-1", "4,nan"):
         with pytest.raises(ConfigError, match="speculation's"):
             Speculation.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "tokens", "gamma"), [(4.2, 3.1, 4), (0.3, 1.2, 1), (2.0, 3.0, 2), (7.0, 1.0, 7), (3.0, 9.0, 3)]
+)
+def test_what_was_measured_gives_the_same_tokens_a_step(drafts: float, tokens: float, gamma: int) -> None:
+    found = Speculation.measured(drafts, tokens)
+    assert found.draft_tokens == gamma
+    assert found.tokens_per_step == pytest.approx(min(tokens, gamma + 1.0), abs=1e-6)
+
+
+def test_a_plan_expects_what_the_models_last_run_with_drafts_found(tmp_path: Path) -> None:
+    ledger, model = Ledger(tmp_path / "ledger.sqlite"), tmp_path / "model"
+    assert drafts_seen(model, "ngram", ledger) is None
+    runs = [
+        (model, "ngram", draft_values(100, 250, 400, 150)),
+        (model, "auto", draft_values(100, 300, 500, 200)),
+        (model, "draft:x", draft_values(100, 110, 100, 10)),
+        (model, "off", draft_values(100, 100, 0, 0)),
+        (tmp_path / "other", "ngram", draft_values(100, 500, 600, 400)),
+    ]
+    for directory, speculate, values in runs:
+        run = ledger.freeze("generate", "m", {"directory": str(directory), "speculate": speculate}, {})
+        ledger.measure(run, {"tpot_s": 0.1, **values})
+    assert drafts_seen(model, "ngram", ledger) == Speculation.measured(5.0, 3.0)
+    assert drafts_seen(model, "draft:x", ledger) == Speculation.measured(1.0, 1.1)
+    assert drafts_seen(model, "off", ledger) is drafts_seen(model, "draft:y", ledger) is None

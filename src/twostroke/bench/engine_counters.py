@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from twostroke.bench.http_stream import Address, HttpError, exchange
+from twostroke.planner.truth.drafts import DRAFTS_A_STEP, TOKENS_A_STEP, draft_values
 
 PREFIX = "twostroke_engine_"
 HTTP_MEMORY = "twostroke_http_peak_memory_bytes"
@@ -13,7 +14,10 @@ FORMULAS: dict[str, str] = {
     "prefill_s": "engine time of the prefill steps of one prompt on an idle server, mean of the warm-up requests but the first",
     "prefill_tok_per_s": "tokens computed in those steps / their time",
     "decode_step_s": "engine time of one step in which every request decodes, mean over the load",
-    "decode_tok_per_s": "tokens computed in such steps / their time",
+    "decode_tok_per_s": "tokens computed in such steps / their time, without wrong drafts",
+    "draft_acceptance": "drafted tokens that were right / those that steps checked",
+    DRAFTS_A_STEP: "drafted tokens that steps checked / requests that decoded, summed over decode steps",
+    TOKENS_A_STEP: "tokens that decode steps gave / the same",
     "peak_memory_bytes": "most memory that the engine process has held, at the end of the load",
     "http_peak_memory_bytes": "the same of the HTTP process",
     "decode_read_bytes_per_s": "weights and KV cache that such steps had to read / their time",
@@ -58,6 +62,8 @@ def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int
         values["decode_step_s"] = load["decode_seconds"] / load["decode_steps"]
         values["decode_tok_per_s"] = load["decode_tokens"] / load["decode_seconds"]
         values["decode_read_bytes_per_s"] = load["decode_bytes"] / load["decode_seconds"]
+    counted = (load.get(name, 0.0) for name in ("decode_requests", "decode_tokens", "draft_tokens", "accepted_draft_tokens"))
+    values |= draft_values(*counted)
     return values
 
 

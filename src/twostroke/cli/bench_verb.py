@@ -74,6 +74,7 @@ def bench_serve(
     from twostroke.bench.prediction import latency_quantiles, measured_values
     from twostroke.bench.prompts import PromptMaker
     from twostroke.core.families import read_spec
+    from twostroke.planner.truth.drafts import drafts_seen
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
     from twostroke.scheduling.sampling_params import SamplingParams
@@ -137,7 +138,9 @@ def bench_serve(
         plan = None
         if directory is not None and spec is not None:
             sampling = SamplingParams(temperature=temperature).kinds
-            shape = serving_shape(directory, spec, engine, sampling=sampling)
+            shape = serving_shape(
+                directory, spec, engine, sampling=sampling, speculation=drafts_seen(directory, engine.speculate)
+            )
             inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
             plan = functools.partial(_planned_load, spec, load, shape)
         tokenizer = None

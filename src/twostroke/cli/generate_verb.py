@@ -80,6 +80,7 @@ def generate(
         log(NOT_PLANNED)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
     inputs |= {"lora": [*adapters]} if adapters else {}
+    inputs["speculate"] = engine.speculate
     plan = functools.partial(_planned, directory, prompts, params, engine)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
@@ -178,11 +179,13 @@ def _stream(
 def _measured(
     directory: Path, llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float
 ) -> dict[str, float]:
-    """Measurements by the planner's names. ``tpot_s`` is the mean decode step; ``ttft_s`` and ``e2e_s`` are medians over the
-    prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer ended before ``max_tokens``, which
-    is less work than was predicted."""
+    """Measurements by the planner's names. ``tpot_s`` is the mean decode step ÷ the tokens that it gave a request; ``ttft_s``
+    and ``e2e_s`` are medians over the prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer
+    ended before ``max_tokens``, which is less work than was predicted."""
     import resource
     import statistics
+
+    from twostroke.planner.truth.drafts import draft_values
 
     stats = llm.stats()
     output_tokens = sum(output.metrics.output_tokens for output in outputs)
@@ -201,8 +204,10 @@ def _measured(
     if stats.prefill_s > 0:
         values["prefill_tok_per_s"] = stats.prefill_tokens / stats.prefill_s
     if stats.decode_s > 0:
-        values["tpot_s"] = stats.decode_s / stats.decode_steps
+        values["tpot_s"] = stats.decode_s / stats.decode_steps * stats.decode_requests / stats.decode_tokens
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
+    drafted = stats.draft_tokens, stats.accepted_draft_tokens
+    values |= draft_values(stats.decode_requests, stats.decode_tokens, *drafted)
     values["model_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return values | rates.values()
 
@@ -216,6 +221,9 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     lines += [phase_text(name, phase, rates.product) for name, phase in (("prefill", rates.prefill), ("decode", rates.decode))]
     if stats.mixed_steps:
         lines.append(f"mixed    {stats.mixed_tokens} tokens in steps of both kinds, {format_seconds(stats.mixed_s)}")
+    if stats.draft_tokens:
+        share = stats.accepted_draft_tokens / stats.draft_tokens
+        lines.append(f"drafts   {stats.draft_tokens} tokens checked, {stats.accepted_draft_tokens} right ({share:.0%})")
     return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 
@@ -228,6 +236,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.serving.under_load import Server
     from twostroke.planner.serving.workload import Workload
+    from twostroke.planner.truth.drafts import drafts_seen
     from twostroke.planner.truth.recording import Planned
     from twostroke.quantization.held import serving_shape
 
@@ -244,6 +253,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
         prompt_tokens=n_prompt,
         output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
         sampling=params.kinds,
+        speculation=drafts_seen(directory, engine.speculate),
     )
     plan = plan_serving(spec, shape, hardware)
     at_once = Workload.open(math.inf, shape.prompts, shape.prompt_tokens, shape.output_tokens, answers=shape.answers)

@@ -17,20 +17,29 @@ from twostroke.core.tables import build
 RUNNERS = ("native", "torch")
 
 
+OFF, NGRAM, DRAFT = "off", "ngram", "draft:"
+"""Where drafts come from: nowhere, repeats in the request's own text and in past outputs, or the model behind ``DRAFT``."""
+
+
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
-    option (None: it has no option), how many of the field's units one of the option's is, and the largest number."""
+    option (None: it has no option), how many of the field's units one of the option's is, the largest number, and how a value
+    may begin that goes on freely."""
 
     help: str
     choices: tuple[str, ...] = ()
     option: str | None = None
     unit: int = 1
     most: int = MAX_INTEGER
+    begins: str | None = None
 
 
-def _choice(help: str, choices: tuple[str, ...], option: str | None = None) -> Any:
-    text = f"{help}: auto, {', '.join(choices[:-1])} or {choices[-1]}."
-    return dataclasses.field(default="auto", metadata={"setting": Setting(text, choices, option)})
+def _choice(
+    help: str, choices: tuple[str, ...], option: str | None = None, default: str = "auto", begins: str | None = None
+) -> Any:
+    named = choices if begins is None else (*choices, f"{begins}DIR")
+    text = f"{help}: auto, {', '.join(named[:-1])} or {named[-1]}."
+    return dataclasses.field(default=default, metadata={"setting": Setting(text, choices, option, begins=begins)})
 
 
 def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1, most: int = MAX_INTEGER) -> Any:
@@ -44,7 +53,10 @@ class EngineSettings:
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use, and one alone for small steps. Raises ConfigError for a value out of range.
+    every core this process may use, and one alone for small steps. ``speculate`` ngram: drafts are repeats in the request's own
+    text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
+    rows a step has; draft:DIR: drafts are a smaller model's with the same vocabulary. Raises ConfigError for a value out of
+    range.
     """
 
     dtype: str = _choice("How weights are held", ASKED, "--dtype")
@@ -64,13 +76,15 @@ class EngineSettings:
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
+    speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF, DRAFT)
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
             if setting.choices:
-                if value not in ("auto", *setting.choices):
+                begins = setting.begins is not None and isinstance(value, str) and value.startswith(setting.begins)
+                if value not in ("auto", *setting.choices) and not (begins and value != setting.begins):
                     raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.choices)}.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")

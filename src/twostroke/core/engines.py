@@ -57,7 +57,6 @@ def not_served(
     weights: str = "bf16",
     cache: str = "bf16",
     devices: int = 1,
-    speculates: bool = False,
     accelerator: str | None = None,
     engine: str | None = None,
 ) -> tuple[str, ...]:
@@ -67,7 +66,6 @@ def not_served(
         f"{weights} weights": weights.partition("-")[0] not in WEIGHTS,
         f"a KV cache in {cache}": cache not in CACHE_TYPES,
         f"one copy over {devices:,} devices": devices > 1,
-        "speculation": speculates,
         f"inference on {accelerator}": accelerator is not None,
         f"{engine}'s kernels": engine is not None,
     }

@@ -141,6 +141,10 @@ MOST_THREADS = 256
 """Threads that the engine may be told to use: the native library's pool has places for so many (``Pool::kMaxThreads``), and
 OpenMP crashes where the system refuses it a thread."""
 
+DRAFT_ROWS = 64
+"""Drafted tokens that one step checks at most, where it checks any. Each needs a row of logits, and with so many rows more a
+step is as slow as several."""
+
 PAGE_TOKENS = 16
 """Tokens of one page of the KV cache by default; a request's last page is counted whole."""
 

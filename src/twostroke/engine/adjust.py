@@ -48,7 +48,7 @@ class Adjuster:
         self.ends = fixed.ends
         self.n_output = 0
         self._follows = fixed.repeats or fixed.counts
-        self._n_seen = request.n_prompt
+        self.n_seen = request.n_prompt
         self._place_of: dict[int, int] = {}
         self.output, self.counts, self.fresh = _NONE, np.empty(0, np.int32), np.empty(0, np.uint8)
         self._pack(request)
@@ -59,12 +59,12 @@ class Adjuster:
             self.ends = _NONE  # min_tokens is reached: the request may end now
             self._pack(request)
         if self._follows:
-            for token in request.tokens[self._n_seen :]:
+            for token in request.tokens[self.n_seen :]:
                 place = self._place_of.get(token)
                 if place is None:
                     place = self._add(token, request)
                 self.counts[place] += 1
-            self._n_seen = len(request.tokens)
+        self.n_seen = len(request.tokens)
 
     def _add(self, token: int, request: Request) -> int:
         place = self._place_of[token] = self.n_output
@@ -91,9 +91,11 @@ def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def adjuster_of(request: Request, n_vocab: int) -> Adjuster:
-    """The request's adjuster, made when it is first asked for. The answers to one prompt share the part that stays the same."""
+    """The request's adjuster, made when it is first asked for. The answers to one prompt share the part that stays the same.
+
+    One that has seen more tokens than there are is made anew: a step that checked drafts was interrupted."""
     made = request.adjuster
-    if not isinstance(made, Adjuster):
+    if not isinstance(made, Adjuster) or made.n_seen > len(request.tokens):
         root = request.fork_of
         made = Adjuster(request, _Fixed(request, n_vocab) if root is None else adjuster_of(root, n_vocab).fixed)
         request.adjuster = made

@@ -110,16 +110,16 @@ class BatchBuilder:
             self.in_a_row[request.slot] = request.pages == list(range(request.pages[0], request.pages[0] + len(request.pages)))
         requests = step.requests
         starts, slot = np.array(step.starts), np.array([r.slot for r in requests])
-        if step.n_decodes == len(requests):
+        if step.one_row_each:
             return self._decode_batch(requests, starts, slot)
         counts = np.array(step.counts)
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
         tokens: list[int] = []
-        for request, start, count in zip(requests, step.starts, step.counts, strict=True):
-            tokens += request.tokens[start : start + count]
-        samples = np.array([step.samples(i) for i in range(len(requests))])
-        whole = all_rows or (len(requests) == len(positions) and bool(samples.all()))
+        for i in range(len(requests)):
+            tokens += step.tokens_of(i)
+        sampled = step.sampled_rows()
+        whole = all_rows or len(sampled) == len(positions)
         positions_tensor = torch.from_numpy(positions)
         return StepBatch(
             tokens=torch.tensor(tokens),
@@ -127,7 +127,7 @@ class BatchBuilder:
             slots=torch.from_numpy(self._slots(np.repeat(slot, counts), positions)),
             rotations=self._rotations(positions_tensor),
             groups={w: tuple(self._groups(w, starts, counts, ends, slot)) for w in self.windows},
-            sampled_rows=None if whole else torch.from_numpy(ends[samples] - 1),
+            sampled_rows=None if whole else torch.tensor(sampled, dtype=torch.int64),
         )
 
     def _decode_batch(self, requests: Sequence[Request], positions: np.ndarray, slot: np.ndarray) -> StepBatch:

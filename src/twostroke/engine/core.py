@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from twostroke.core import policy
 from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
-from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.engine_settings import DRAFT, OFF, EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
+from twostroke.core.paths import model_directory
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
 from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
@@ -32,9 +33,14 @@ from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
 from twostroke.engine.prompt_scores import PromptScores, rows_of
-from twostroke.engine.sampler import Sampled, TokenLogprobs, sample
+from twostroke.engine.sampler import TokenLogprobs
+from twostroke.engine.speculation.draft_model import ModelDrafter
+from twostroke.engine.speculation.drafter import Drafter
+from twostroke.engine.speculation.lengths import StepTimes
+from twostroke.engine.speculation.times import planned_step_s, timed_step_s
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
+from twostroke.engine.verification import verify
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library
 from twostroke.model.load import load_state
@@ -110,8 +116,9 @@ class EngineCore:
         kv_dtype = self.settings.kv_dtype
         if kv_dtype == "auto":
             kv_dtype = scheme_of(self.plan.weights).kept
+        drafts = _drafts(self.settings, native)
         # Only now: the default cache is a share of the memory that the weights have left.
-        scheduler_config = _fit(self.spec, self.settings, kv_dtype)
+        scheduler_config = _fit(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
         self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), quantised)
         self.scheduler = Scheduler(scheduler_config, adapters=self.adapters)
@@ -136,7 +143,28 @@ class EngineCore:
         centred = CACHES[kv_dtype].scaled and away.attention_cap is None and not away.attention_sinks
         if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
             centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
+        self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
         self.load_s = time.perf_counter() - began
+
+    def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter:
+        times = self.step_times(directory)
+        if not self.settings.speculate.startswith(DRAFT):
+            return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
+        path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
+        draft = EngineCore(path, replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None))
+        if draft.spec.vocab_size != self.spec.vocab_size:
+            raise ConfigError(
+                f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
+                f"{self.spec.vocab_size}. Use a model with the same tokenizer."
+            )
+        return ModelDrafter(draft, times, draft.step_times(path), lambda request: self._answers[request.id].seed)
+
+    def step_times(self, directory: Path) -> StepTimes:
+        """Seconds of this engine's steps by their rows. The engine must be idle."""
+        config = self.scheduler.config
+        most = min(config.token_budget, config.max_running + config.draft_rows)
+        predict = planned_step_s(directory, self.spec, self.settings)
+        return StepTimes(predict or timed_step_s(self.scheduler, self.compute, most), most)
 
     @property
     def dtype(self) -> str:
@@ -216,8 +244,15 @@ class EngineCore:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
         for name in self._names.get(request_id, [])[:]:
             if index is None or self._answers[name].index == index:
-                self.scheduler.abort(name)
+                request = self.scheduler.abort(name)
+                if request is not None:
+                    self._remember(request)
                 self._forget(name)
+
+    def _remember(self, request: Request) -> None:
+        """Tell the drafter that it has ended: its output may be a draft of later ones, and an abort is mostly a stop string."""
+        if self._drafter is not None:
+            self._drafter.ended(request)
 
     def _forget(self, name: str) -> None:
         request_id = self._answers.pop(name).request_id
@@ -227,18 +262,20 @@ class EngineCore:
         self._prompt_scores.forget(name)
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step and return its events: at most one token for each running answer.
+        """Compute one step and return its events: at most one for each running answer, of one token or, where drafts were
+        right, of several.
 
         If an exception interrupts the step, every request is as it was before.
         """
         events: list[TokenEvent] = []
         for request in self.scheduler.expire(time.monotonic()):
             events.append(self._event(request.id, [], finish_reason="timeout"))
+            self._remember(request)
             self._forget(request.id)
         if not self.scheduler.has_work:
             return events
         began = time.perf_counter()
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(None if self._drafter is None else self._drafter.propose)
         self._left = self.n_threads if self.settings.n_threads is not None else self._others.left(self.n_threads)
         n_threads = self._threads_for(step)
         if n_threads != self.n_threads:
@@ -248,33 +285,41 @@ class EngineCore:
             rows = [step.requests[i] for i in places]
             logits, failed = self._logits(step, places)
             seeds = [self._answers[r.id].seed for r in rows]
-            known = self._runner.best_of(len(rows))  # the native head looks for each row's largest logit as it writes them
-            sampled = sample(logits, rows, seeds, known, n_threads) if rows else Sampled([], [], [])
+            known = self._runner.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
+            taken = verify(logits, step, places, seeds, known, n_threads)
         except BaseException:  # Ctrl-C too: a request whose step was lost computes the same tokens again
             self.scheduler.abandon(step)
             raise
         finally:
             if n_threads != self.n_threads:
                 torch.set_num_threads(self.n_threads)
-        tokens: list[int | None] = [None] * len(step.requests)
-        for place, token in zip(places, sampled.tokens, strict=True):
-            tokens[place] = token
-        failed.update(rows[i].id for i in sampled.failed)
+        tokens: list[int | list[int] | None] = [None] * len(step.requests)
+        for place, request, new in zip(places, rows, taken.tokens, strict=True):
+            if not new:
+                failed.add(request.id)
+            else:
+                tokens[place] = new if place in step.drafts else new[0]
         failed.update(self.adapters.unheld(step.requests))
         finished = self.scheduler.update(step, tokens, failed)
         for name, scores in self._prompt_scores.take():
             # An interrupted step keeps its scores for the next one; until then their request may be aborted.
             if name in self._answers and name not in failed:
                 events.append(self._event(name, [], scores=scores))
-        for request, token, entry in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
+        n_output = 0
+        for request, new, entries in zip(rows, taken.tokens, taken.logprobs, strict=True):
             if request.id not in failed:
-                events.append(self._event(request.id, [token], None if entry is None else [entry], request.finish_reason))
+                n_output += len(new)
+                scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
+                events.append(self._event(request.id, new, scored, request.finish_reason))
         for request in finished:
             if request.id in failed:
                 events.append(self._event(request.id, [], finish_reason="error"))
+            self._remember(request)
             self._forget(request.id)
-        n_output = sum(request.id not in failed for request in rows)
-        self._count(step, n_output, len(failed), time.perf_counter() - began)
+        n_wrong = sum(len(draft) + 1 for draft in step.drafts.values()) - sum(
+            len(new) for place, new in zip(places, taken.tokens, strict=True) if place in step.drafts
+        )
+        self._count(step, n_output, len(logits), n_wrong, len(failed), time.perf_counter() - began)
         if not self._names:  # nothing runs any more, so nothing is scored either
             self.release_logits()
         return events
@@ -287,7 +332,7 @@ class EngineCore:
         wanted = self._prompt_scores.wanted(step)
         if not wanted:
             return self.compute(step), set()
-        logits, n = self.compute(step, rows_of(step, places, wanted)), len(places)
+        logits, n = self.compute(step, rows_of(step, wanted)), len(places) + sum(map(len, step.drafts.values()))
         known = self._runner.best_of(len(logits))
         largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
         return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self._threads_for(step))
@@ -307,15 +352,20 @@ class EngineCore:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows)."""
         return self._runner.run(step, rows, self._threads_for(step))
 
+    def best_of(self, n: int) -> tuple[Tensor, Tensor] | None:
+        """The largest logit of each of the last step's first ``n`` rows and its token, where the runner looks for them."""
+        return self._runner.best_of(n)
+
     def release_logits(self) -> None:
         """Free the logits beyond one row for each running request, which only scoring needs."""
         self._runner.release_logits()
 
     @property
     def logits_bytes(self) -> int:
-        """Most bytes that a step's logits take: a row for each running request, and one for each prompt token it scores."""
+        """Most bytes that a step's logits take: a row for each running request, each drafted token and each prompt token it
+        scores."""
         config = self.scheduler.config
-        return logits_bytes(self.spec.vocab_size, config.max_running + config.max_scored_rows)
+        return logits_bytes(self.spec.vocab_size, config.max_running + config.draft_rows + config.max_scored_rows)
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""
@@ -323,6 +373,7 @@ class EngineCore:
         counts.running, counts.waiting = scheduler.n_running, scheduler.n_waiting
         counts.pages_used, counts.pages_cached = scheduler.pool.n_used, scheduler.pool.n_cached
         counts.preemptions = scheduler.n_preemptions
+        counts.draft_tokens, counts.accepted_draft_tokens = scheduler.n_drafted, scheduler.n_drafts_right
         counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
         self.adapters.report(counts)
         if self._runner.experts is not None:
@@ -337,18 +388,22 @@ class EngineCore:
         small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
         return 1 if small and self.settings.n_threads is None else self._left
 
-    def _count(self, step: ScheduledStep, n_output: int, n_failed: int, seconds: float) -> None:
+    def _count(self, step: ScheduledStep, n_output: int, n_sampled: int, n_wrong: int, n_failed: int, seconds: float) -> None:
         counts = self._counts
         counts.output_tokens += n_output
+        n_right = step.n_tokens - n_wrong
         counts.failed_requests += n_failed
         n_bytes = self._meter.bytes_read(step.starts, step.counts)
         if self._runner.experts is not None:
             n_bytes += self._runner.experts.more_than_one_row() * self._expert_bytes
-        flop = self._meter.flop(step.starts, step.counts, n_output + n_failed)
+        flop = self._meter.flop(step.starts, step.counts, n_sampled)
+        if self._drafter is not None:
+            self._drafter.saw(step, seconds)
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1
             counts.decode_s += seconds
-            counts.decode_tokens += step.n_tokens
+            counts.decode_tokens += n_right
+            counts.decode_requests += step.n_decodes
             counts.decode_bytes += n_bytes
             counts.decode_flop += flop
         elif step.n_decodes == 0:
@@ -360,7 +415,7 @@ class EngineCore:
         else:
             counts.mixed_steps += 1
             counts.mixed_s += seconds
-            counts.mixed_tokens += step.n_tokens
+            counts.mixed_tokens += n_right
             counts.mixed_bytes += n_bytes
             counts.mixed_flop += flop
 
@@ -398,7 +453,19 @@ def _load(directory: Path, dtype: str) -> _Loaded:
     return _Loaded(directory, spec, state, weights, holding is not None)
 
 
-def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerConfig:
+def _drafts(settings: EngineSettings, native: bool) -> bool:
+    """Whether steps check drafts. Raises ConfigError where that would change what is answered."""
+    if settings.speculate in (OFF, "auto"):
+        return native and settings.speculate == "auto"
+    if not native:
+        raise ConfigError(
+            f"speculate={settings.speculate!r} needs runner='native': the last bits of torch's products depend on the number "
+            "of rows, so drafts would change answers. Use speculate='off', or 'auto', which drafts where it may."
+        )
+    return True
+
+
+def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str, draft_rows: int) -> SchedulerConfig:
     """The scheduler's limits, with the pages and the context that memory allows. Raises ConfigError for a setting that is
     impossible for this model, and CapacityError if what the settings ask for does not fit."""
     max_model_len = settings.max_model_len or spec.max_positions
@@ -435,7 +502,7 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str) -> SchedulerC
     n_useful = settings.max_running * -(-max_model_len // settings.page_tokens)
     return SchedulerConfig(
         settings.token_budget, settings.max_running, settings.page_tokens, min(n_pages, n_useful), max_model_len,
-        spec.window_of_every_layer, settings.separate_prefixes, scored_rows(spec.vocab_size),
+        spec.window_of_every_layer, settings.separate_prefixes, scored_rows(spec.vocab_size), draft_rows=draft_rows,
     )  # fmt: skip
 
 

@@ -263,18 +263,21 @@ class LLM:
 
 def _delta(request: _Open, event: TokenEvent) -> Delta:
     answer, finish_reason = request.answers[event.index], event.finish_reason
-    answer.token_ids += event.token_ids
-    answer.logprobs += event.logprobs or []
-    text = ""
+    token_ids, logprobs, text = event.token_ids, event.logprobs, ""
     if answer.detokenizer is not None:
-        text = answer.detokenizer.add(event.token_ids)
+        before = answer.detokenizer.n_tokens
+        text = answer.detokenizer.add(token_ids)
         if answer.detokenizer.stopped:
             finish_reason = "stop"
+            n_new = answer.detokenizer.n_tokens - before  # the engine does not see stop strings, so more may have come
+            token_ids, logprobs = token_ids[:n_new], None if logprobs is None else logprobs[:n_new]
         elif finish_reason is not None:
             text += answer.detokenizer.finish()
+    answer.token_ids += token_ids
+    answer.logprobs += logprobs or []
     answer.text += text
     answer.finish_reason = finish_reason
-    return Delta(request.index, text, event.token_ids, event.logprobs, finish_reason, event.index)
+    return Delta(request.index, text, token_ids, logprobs, finish_reason, event.index)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -54,6 +54,8 @@ class EngineStats:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0  # that steps checked
+    accepted_draft_tokens: int = 0  # those of them that were right
     failed_requests: int = 0
     prefill_steps: int = 0
     prefill_s: float = 0.0
@@ -67,7 +69,8 @@ class EngineStats:
     mixed_flop: int = 0
     decode_steps: int = 0
     decode_s: float = 0.0
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # wrong drafts not counted
+    decode_requests: int = 0  # that decoded, summed over decode steps
     decode_bytes: int = 0
     decode_flop: int = 0
     adapters: int = 0  # that requests may name

@@ -76,7 +76,8 @@ class NativeRunner:
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_held = 0
-        self._n_usual = config.max_running  # rows of logits that stay allocated; more exist only while prompts are scored
+        # Rows of logits that stay allocated; more exist only while prompts are scored.
+        self._n_usual = config.max_running + config.draft_rows
         self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
         self._batch = CBatch(table=self.table.ctypes.data, table_stride=width)
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
@@ -118,17 +119,17 @@ class NativeRunner:
         self._counts[:n] = step.counts
         self._slots[:n] = [r.slot for r in requests]
         kept: np.ndarray | None = None
-        if step.n_decodes == n:
+        if step.one_row_each:
             n_rows = n  # every row is sampled from, so none needs to be chosen
             self._tokens[:n] = [r.tokens[start] for r, start in zip(requests, step.starts, strict=True)]
         else:
             tokens: list[int] = []
-            for request, start, count in zip(requests, step.starts, step.counts, strict=True):
-                tokens += request.tokens[start : start + count]
+            for i in range(n):
+                tokens += step.tokens_of(i)
             n_rows = len(tokens)
             self._tokens[:n_rows] = tokens
             if rows is None and not all_rows:
-                kept = _sampled_rows(given)
+                kept = np.array(given.sampled_rows(), np.int64)
         if rows is not None:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
         if row_of is not None:
@@ -151,7 +152,7 @@ class NativeRunner:
         if self._library.ts_step_run(self._step, ctypes.byref(batch)):
             raise CapacityError(
                 f"not enough memory for the step's scratch buffers (token_budget={len(self._tokens)}, "
-                f"max_running={self._n_usual}). Lower token_budget."
+                f"max_running={len(self._starts)}). Lower token_budget."
             )
         return self._logits[:n_kept]
 
@@ -276,18 +277,12 @@ def _grouped(
     firsts = dict(zip(order, np.cumsum(counts) - counts, strict=True))
     row_of = np.concatenate([np.arange(firsts[i], firsts[i] + n, dtype=np.int64) for i, n in enumerate(step.counts)])
     requests, starts = [step.requests[i] for i in order], [step.starts[i] for i in order]
-    return replace(step, requests=requests, counts=counts, starts=starts), [adapters[i] for i in order], row_of
+    drafts = {place: step.drafts[i] for place, i in enumerate(order) if i in step.drafts}
+    grouped = replace(step, requests=requests, counts=counts, starts=starts, drafts=drafts)
+    return grouped, [adapters[i] for i in order], row_of
 
 
 def _native(experts: Any) -> NativeExperts:
     if not isinstance(experts, NativeExperts):
         raise ConfigError("this plan was lowered for torch. Lower it with native=True.")
     return experts
-
-
-def _sampled_rows(step: ScheduledStep) -> np.ndarray:
-    """The last row of each request whose tokens end with this step."""
-    ends = np.cumsum(step.counts)
-    wanted: Sequence[int] = [i for i in range(len(step.requests)) if step.samples(i)]
-    rows: np.ndarray = ends[wanted].astype(np.int64) - 1
-    return rows

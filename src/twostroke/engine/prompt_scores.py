@@ -82,10 +82,10 @@ class PromptScores:
         self._n_scored.pop(request_id, None)
 
 
-def rows_of(step: ScheduledStep, sampled: Sequence[int], wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Rows of the step whose logits are needed: the last one of each request in ``sampled``, then those of ``wanted``."""
+def rows_of(step: ScheduledStep, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Rows of the step whose logits are needed: those that yield a token, then those of ``wanted``."""
     ends = np.cumsum(step.counts)
-    rows = [ends[list(sampled)] - 1]
+    rows = [np.array(step.sampled_rows())]
     for i, first, n in wanted:
         begin = ends[i] - step.counts[i] + first - step.starts[i]
         rows.append(np.arange(begin, begin + n))

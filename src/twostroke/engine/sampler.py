@@ -66,29 +66,35 @@ def sample(
     seeds: Sequence[int],
     known: tuple[Float[Tensor, " n"], Int[Tensor, " n"]] | None = None,
     n_threads: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> Sampled:
     """One token a row by each request's ``SamplingParams``; the row's random number is the ``n_output``-th of its seed.
 
     ``known`` is given by a runner that looked: each row's largest logit (NaN if the row is not finite) and its token. The
     logits are then the runner's own and written anew in each step, so changed rows are put back only for requests that want
-    log-probabilities. ``n_threads`` is for the native library.
+    log-probabilities. ``n_threads`` is for the native library. ``rows`` are those of ``logits`` that belong to ``requests``,
+    the first ones if it is None.
     """
+    at = range(len(requests)) if rows is None else rows
     # NaN and +inf come through max, so this one pass also finds the rows that are not finite.
     best, greedy = logits.max(dim=1) if known is None else known
     values, tokens = best.tolist(), greedy.tolist()
+    if rows is not None:
+        values, tokens = [values[row] for row in rows], [tokens[row] for row in rows]
     failed = {i for i, value in enumerate(values) if not math.isfinite(value)}
     changed = [i for i, request in enumerate(requests) if i not in failed and is_changed(request)]
     adjusted: Adjusted | None = None
     if changed:
         logits = logits.contiguous()
-        adjusted = Adjusted(logits, changed, [requests[i] for i in changed], n_threads)
+        adjusted = Adjusted(logits, [at[i] for i in changed], [requests[i] for i in changed], n_threads)
         for i, token, value in zip(changed, adjusted.tokens, adjusted.best, strict=True):
             tokens[i] = token  # a greedy request takes it; a drawn token replaces it below
             if not math.isfinite(value):
                 failed.add(i)
     drawn = [i for i, r in enumerate(requests) if not r.params.greedy and i not in failed]
     if drawn:
-        chosen = draw_tokens(logits, drawn, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
+        places = [at[i] for i in drawn]
+        chosen = draw_tokens(logits, places, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
     # Log-probabilities are those of the model itself, before biases and penalties.
@@ -98,7 +104,8 @@ def sample(
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]
     if wanted:
         counts = [requests[i].params.logprobs or 0 for i in wanted]
-        for i, entry in zip(wanted, logprobs_of(logits, wanted, [tokens[i] for i in wanted], counts, n_threads), strict=True):
+        entries = logprobs_of(logits, [at[i] for i in wanted], [tokens[i] for i in wanted], counts, n_threads)
+        for i, entry in zip(wanted, entries, strict=True):
             logprobs[i] = entry
     return Sampled(tokens, logprobs, sorted(failed))
 

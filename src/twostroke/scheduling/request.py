@@ -46,6 +46,7 @@ class Request:
         "capacity",
         "client",
         "deadline",
+        "drafter",
         "finish_reason",
         "fork_of",
         "forks",
@@ -96,6 +97,7 @@ class Request:
         self.min_length = self.n_prompt + params.min_tokens
         self.adjusted = bool(params.logit_bias) or params.has_penalties  # whether logits are changed for each token
         self.adjuster: object = None  # the sampler's state of this request between steps
+        self.drafter: object = None  # what drafts are made from, if any are made
         self.arrival = -1  # order of arrival, given by the scheduler
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None

@@ -15,7 +15,7 @@ from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
-from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
+from twostroke.scheduling.step import Propose, ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
@@ -44,6 +44,10 @@ class Scheduler:
     recomputed from its tokens, which gives the same keys and values. Requests of equal priority never preempt each other for
     admission, and the first can always run, so there is always progress.
 
+    A decoding request may have drafts: tokens that are guessed to follow its last one. Those that turn out to be right count as
+    computed, and the pages that only others needed are freed again. Drafts take what prompts leave of the token budget, and
+    pages only where admission would still find enough; they never preempt a request.
+
     A fork (a further answer to one prompt) shares the whole pages of its original and gets a copy of the page that both will
     write to. Of its prompt only the last token is computed again.
 
@@ -71,6 +75,8 @@ class Scheduler:
         self._n_arrived = 0
         self._n_steps = 0
         self.n_preemptions = 0
+        self.n_drafted = 0  # tokens that steps checked
+        self.n_drafts_right = 0
         self.n_prompt_tokens = 0  # of all admitted requests; a preempted request counts once
         self.n_prefix_hit_tokens = 0  # those of them that the prefix tree held or the original of a fork had computed
 
@@ -151,8 +157,9 @@ class Scheduler:
                 expired.append(request)
         return expired
 
-    def schedule(self) -> ScheduledStep:
-        """Decide the next step and allocate its pages. Call ``update`` or ``abandon`` before the next ``schedule``.
+    def schedule(self, propose: Propose | None = None) -> ScheduledStep:
+        """Decide the next step and allocate its pages. Call ``update`` or ``abandon`` before the next ``schedule``. ``propose``
+        is asked for drafts once the rest of the step is decided.
 
         It takes 12 to 35 µs with 256 running requests (tests/scheduling/test_fairness.py holds it below 100 µs)."""
         if self._in_flight is not None:
@@ -198,19 +205,57 @@ class Scheduler:
             requests.append(request)
             counts.append(n)
             budget -= n
+        drafts: dict[int, list[int]] = {}
+        if propose is not None and n_decodes and min(budget, self.config.draft_rows) > 0:
+            drafts = self._draft(propose, requests[:n_decodes], counts, min(budget, self.config.draft_rows), grown)
         grown = [r for r in grown if r.status is Status.RUNNING]  # some may have been preempted since
         self._n_steps += 1
         step = ScheduledStep(
-            self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
+            self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies, drafts
         )
         self._in_flight = step
         return step
 
-    def update(self, step: ScheduledStep, sampled: Sequence[int | None], failed: Collection[str] = ()) -> list[Request]:
+    def _draft(
+        self, propose: Propose, decoding: Sequence[Request], counts: list[int], room: int, grown: list[Request]
+    ) -> dict[int, list[int]]:
+        """What is proposed for ``decoding``, cut to what can be right and to the pages there are; ``counts`` grow by it."""
+        found: dict[int, list[int]] = {}
+        for i, tokens in propose(decoding, sum(counts), room).items():
+            request = decoding[i]
+            # The row behind the last draft yields one token more, and what ends a request is not computed.
+            n = min(len(tokens), room, request.limit - len(request.tokens) - 1)
+            draft = list(tokens[: max(0, n)])
+            ends = [at for at, token in enumerate(draft) if token in request.stop_ids]
+            del draft[ends[0] if ends else len(draft) :]
+            short = request.n_computed + 1 + len(draft) - request.capacity
+            if short > 0:
+                n_pages = self._pages_for(short)
+                pages = (
+                    self.pool.allocate(n_pages, after=request.pages[-1])
+                    if n_pages + self.n_running <= self.pool.n_free
+                    else None
+                )
+                if pages is None:
+                    del draft[len(draft) - short :]
+                else:
+                    request.pages += pages
+                    request.capacity += n_pages * self.config.page_tokens
+                    grown.append(request)
+            if draft:
+                found[i] = draft
+                counts[i] += len(draft)
+                room -= len(draft)
+        return found
+
+    def update(
+        self, step: ScheduledStep, sampled: Sequence[int | Sequence[int] | None], failed: Collection[str] = ()
+    ) -> list[Request]:
         """Record that ``step`` was computed. Returns the requests that finished.
 
         ``sampled`` has one entry for each of ``step.requests``: its new token, or None if the step did not reach the end of the
-        request's tokens. Ids in ``failed`` end with ``"error"``, and the prefix tree never offers the pages that they computed.
+        request's tokens. Of a request with drafts it has the drafts that were right and the token behind them. Ids in
+        ``failed`` end with ``"error"``, and the prefix tree never offers the pages that they computed.
         """
         if step is not self._in_flight:
             raise RuntimeError("update() must follow schedule() with the step it returned")
@@ -218,7 +263,7 @@ class Scheduler:
             raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
         self._in_flight = None
         finished: list[Request] = []
-        page_tokens, window = self.config.page_tokens, self.config.window
+        page_tokens, window, drafts = self.config.page_tokens, self.config.window, step.drafts
         running, ended = Status.RUNNING, False
         for i, (request, token) in enumerate(zip(step.requests, sampled, strict=True)):
             if request.status is not running:  # aborted or timed out during the step; the engine was writing to its pages
@@ -231,15 +276,20 @@ class Scheduler:
                 finished.append(request)
                 ended = True
                 continue
-            n_computed = request.n_computed = request.n_computed + step.counts[i]
+            n_rows = step.counts[i]
+            if drafts and i in drafts:
+                assert isinstance(token, Sequence)
+                n_rows, token = self._take_drafts(request, token, drafts[i])
+            assert token is None or isinstance(token, int)
+            n_computed = request.n_computed = request.n_computed + n_rows
             if n_computed // page_tokens > request.n_registered:
                 self._register(request)
                 if window is not None:
                     self._free_pages_before_window(request, window)
             account = request.account
             assert account is not None
-            # The first ``n_decodes`` requests have one token each.
-            account.served += step.counts[i] if i >= step.n_decodes else OUTPUT_WEIGHT
+            # The first ``n_decodes`` requests decode.
+            account.served += n_rows if i >= step.n_decodes else n_rows * OUTPUT_WEIGHT
             if request.forks and n_computed >= request.n_prompt:
                 self._queue_forks(request)
             if token is None:
@@ -256,6 +306,9 @@ class Scheduler:
                     finished.append(request)
                     ended = True
                     continue
+        for i in drafts:
+            if step.requests[i].status is running:
+                self._roll_back(step.requests[i])
         if step.n_decodes < len(step.requests):
             self._move_to_decoding()
         if ended:
@@ -264,6 +317,24 @@ class Scheduler:
             for request in finished:
                 self.requests.pop(request.id, None)
         return finished
+
+    def _take_drafts(self, request: Request, sampled: Sequence[int], draft: Sequence[int]) -> tuple[int, int]:
+        """Append the drafts that were right. Returns how many of the request's rows count, and its new token."""
+        *right, token = sampled
+        if right != list(draft[: len(right)]):
+            raise ValueError(f"request {request.id!r} drafted {list(draft)}, and {right} are said to be right")
+        request.tokens += right
+        self.n_drafted += len(draft)
+        self.n_drafts_right += len(right)
+        return len(sampled), token
+
+    def _roll_back(self, request: Request) -> None:
+        """Free the pages that only wrong drafts needed. What stands in the others is overwritten by the right tokens."""
+        n_held = self._pages_for(request.n_computed)
+        if len(request.pages) > n_held:
+            self.pool.release(request.pages[n_held:])
+            del request.pages[n_held:]
+            request.capacity = n_held * self.config.page_tokens
 
     def steady_steps(self) -> int:
         """How many of the next steps are known to give each decoding request a token and to do nothing else, so that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.core.checks import check_whole
@@ -29,7 +30,8 @@ class SchedulerConfig:
     ``window``: a query attends to this many tokens at most, its own included, in every layer, so that pages before them are
     released; None if a layer attends to all tokens. ``separate_prefixes``: a request finds only prefixes that its own client
     has sent. ``scored_rows``: most tokens that a step computes for requests with ``prompt_logprobs``, because each needs a row
-    of logits; None for any number. ``prefix_cache``: full pages can be found again by later requests with the same tokens."""
+    of logits; None for any number. ``prefix_cache``: full pages can be found again by later requests with the same tokens.
+    ``draft_rows``: most drafted tokens that a step checks, because each needs a row of logits."""
 
     token_budget: int
     max_running: int
@@ -40,6 +42,7 @@ class SchedulerConfig:
     separate_prefixes: bool = False
     scored_rows: int | None = None
     prefix_cache: bool = True
+    draft_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -60,11 +63,19 @@ class SchedulerConfig:
         return self.token_budget if self.scored_rows is None else min(self.token_budget, self.scored_rows)
 
 
+Propose = Callable[[Sequence[Request], int, int], Mapping[int, Sequence[int]]]
+"""Drafts for a step: (decoding requests, tokens that the step computes without drafts, most drafted tokens) → place of a
+request among them → tokens that may follow its last one."""
+
+
 @dataclass(frozen=True)
 class ScheduledStep:
     """The step computes ``counts[i]`` tokens of ``requests[i]`` from position ``starts[i]`` on. The first ``n_decodes``
-    requests have exactly one token each. If a request's tokens end with the step (``samples``), its last row yields a new
+    requests lack exactly one token each. If a request's tokens end with the step (``samples``), its last row yields a new
     token.
+
+    ``drafts[i]`` are tokens that are guessed to follow those of the i-th request, which decodes. They are computed behind its
+    last token, and each of these rows yields a token: the draft before it was right if the row before yielded the same.
 
     A request's page table is ``request.pages``. ``grown`` are the requests whose table changed since the previous step, other
     than by released pages. ``copies`` are (source page, target page) pairs to copy before the step is computed.
@@ -78,10 +89,34 @@ class ScheduledStep:
     grown: list[Request]
     preempted: list[str]
     copies: list[tuple[int, int]] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
-        return self.n_decodes + sum(self.counts[self.n_decodes :])
+        return sum(self.counts)
+
+    @property
+    def one_row_each(self) -> bool:
+        """Whether each request has one row, from which a token is sampled."""
+        return self.n_decodes == len(self.requests) and not self.drafts
+
+    def tokens_of(self, i: int) -> list[int]:
+        """The tokens that the step computes of its i-th request."""
+        start = self.starts[i]
+        tokens = self.requests[i].tokens[start : start + self.counts[i]]
+        return tokens + self.drafts[i] if i in self.drafts else tokens
+
+    def sampled_rows(self) -> list[int]:
+        """Rows of the step that yield a token, in their order: the last one of each request that samples, after drafts more."""
+        rows: list[int] = []
+        end = 0
+        for i, count in enumerate(self.counts):
+            end += count
+            if i in self.drafts:
+                rows += range(end - count, end)
+            elif self.samples(i):
+                rows.append(end - 1)
+        return rows
 
     def by_request(self) -> dict[str, int]:
         """``{request id: number of tokens}``."""
@@ -89,4 +124,4 @@ class ScheduledStep:
 
     def samples(self, i: int) -> bool:
         """Whether the i-th request of the step yields a new token."""
-        return self.starts[i] + self.counts[i] == len(self.requests[i].tokens)
+        return self.starts[i] + self.counts[i] >= len(self.requests[i].tokens)

@@ -41,6 +41,15 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
         "twostroke_engine_expert_load",
         "Largest load of an expert over its layer's mean load since the engine started; 0 without experts.",
     ),
+    "draft_tokens": ("twostroke_engine_draft_tokens", "Drafted tokens that steps checked since the engine started."),
+    "accepted_draft_tokens": (
+        "twostroke_engine_accepted_draft_tokens",
+        "Drafted tokens that were right since the engine started.",
+    ),
+    "decode_requests": (
+        "twostroke_engine_decode_requests",
+        "Requests that decoded, summed over decode steps, since the engine started.",
+    ),
     "preemptions": ("twostroke_preemptions", "Requests put back into the queue for lack of pages since the engine started."),
 }
 """Fields of ``EngineStats`` that are shown, with metric name and meaning."""

@@ -36,7 +36,7 @@ def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Map
     if shape is None or "prompt_tokens" not in medians:
         return "no request was answered." if shape is not None else ""
     steps = engine.get("decode_steps", 0.0)
-    at_once = engine.get("decode_tokens", 0.0) / steps if steps else 1.0
+    at_once = engine.get("decode_requests", 0.0) / steps if steps else 1.0
     prompt, output = medians["prompt_tokens"], medians["output_tokens"]
     pairs = ((prompt, shape.prompt_tokens), (output, shape.output_tokens), (at_once, shape.batch))
     if all(predicted / ALIKE <= found <= predicted * ALIKE for found, predicted in pairs):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,6 +25,13 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
+from twostroke.core.engine_settings import DRAFT, OFF
+from twostroke.core.engine_settings import SETTINGS as ENGINE_SETTINGS
+from twostroke.core.errors import ConfigError
+from twostroke.core.paths import model_directory
+
+if TYPE_CHECKING:
+    from twostroke.planner.serving.shape import Speculation
 
 TENSOR = typer.Option(1, "--tp", "--tensor", help="Devices that share every matrix (tensor parallel).")
 PIPELINE = typer.Option(1, "--pp", "--pipeline", help="Stages of layers, each on devices of its own.")
@@ -33,7 +42,12 @@ ENGINE = typer.Option(
     "any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm, sglang or llama.cpp."
 )
 PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
-SPECULATE = typer.Option("", metavar="γ,α,c", help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's.")
+SPECULATE = typer.Option(
+    "",
+    metavar="γ,α,c|HOW",
+    help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's; or off, auto, ngram or draft:DIR as the "
+    "model's last run with that found it.",
+)
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
 SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
 RATE = typer.Option(0.0, help="Requests a second to be served: how many replicas that takes.")
@@ -72,10 +86,8 @@ def serve(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Memory, time to first token, time per token, throughput at an SLO, replicas, energy and money of serving."""
-    from twostroke.core.errors import ConfigError
     from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.serving.shape import Speculation
     from twostroke.planner.serving.under_load import (
         MOST_REQUESTS_PER_S,
         Server,
@@ -103,7 +115,7 @@ def serve(
         found, scheme, batch, prompt_tokens, output_tokens, head_dtype=head_dtype,
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
         expert=expert, engine=engine, prefix_hit_share=prefix_hit_share,
-        speculation=Speculation.parse(speculate) if speculate else None,
+        speculation=_speculation(subject, speculate),
     )  # fmt: skip
     planned = fitting_plan(found.spec, shape, machine)
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
@@ -127,3 +139,21 @@ def serve(
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)
+
+
+def _speculation(subject: str, text: str) -> Speculation | None:
+    """What ``--speculate`` asks for. Raises ConfigError for a way to draft of which the ledger knows no run of this model."""
+    from twostroke.planner.serving.shape import Speculation
+    from twostroke.planner.truth.drafts import drafts_seen
+
+    if not text or text == OFF:
+        return None
+    if text not in ("auto", *ENGINE_SETTINGS["speculate"].choices) and not text.startswith(DRAFT):
+        return Speculation.parse(text)
+    found = drafts_seen(model_directory(Path(subject)), text)
+    if found is None:
+        raise ConfigError(
+            f"the ledger knows no run of {subject} with --speculate {text}, so its drafts cannot be planned. Run `twostroke "
+            f"generate {subject} --speculate {text}` once, or give γ,α,c."
+        )
+    return found

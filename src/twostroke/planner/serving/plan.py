@@ -120,7 +120,7 @@ class ServingPlan:
         shape, hardware = self.shape, self.hardware
         return engines.not_served(
             self.spec, weights=shape.scheme, cache=shape.cache_dtype, devices=self.devices,
-            speculates=shape.speculation is not None, accelerator=hardware.label if hardware.kind == "gpu" else None,
+            accelerator=hardware.label if hardware.kind == "gpu" else None,
             engine=None if shape.engine == "any" else shape.engine,
         )  # fmt: skip
 

@@ -11,13 +11,14 @@ from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.policy import MAX_RUNNING, TOKEN_BUDGET
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
+from twostroke.scheduling.step import Propose
 
 
 class PromptsApart(Scheduler):
     """While a prompt can be computed, a step holds prompts alone and decoding waits."""
 
-    def schedule(self) -> ScheduledStep:
-        step = super().schedule()
+    def schedule(self, propose: Propose | None = None) -> ScheduledStep:
+        step = super().schedule()  # its drafts would be of requests that this step leaves out
         n = step.n_decodes
         if n == len(step.requests):
             return step

@@ -190,6 +190,17 @@ class Speculation:
             )
         return cls(gamma, alpha, cost)
 
+    @classmethod
+    def measured(cls, drafts: float, tokens: float) -> Speculation:
+        """What gives ``tokens`` a request and step by ``drafts`` drafted ones: γ is rounded, α solves equation 1. A draft's own
+        time is part of the step that was measured."""
+        gamma = min(MAX_DRAFT_TOKENS, max(1, round(drafts)))
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cls(gamma, middle).tokens_per_step < tokens else (low, middle)
+        return cls(gamma, low)
+
     @property
     def tokens_per_step(self) -> float:
         """Expected tokens of one check, equation 1: (1 − α^(γ+1)) ÷ (1 − α); γ + 1 for α = 1."""
