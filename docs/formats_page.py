@@ -37,7 +37,8 @@ _TESTS = """
   text runners, which are not tested. Of a mixture each token passes every expert, because neither runtime multiplies by
   matrices that a value chooses: the report says how many. Routers stay in fp32. Latent attention caches the keys and values of
   every head.
-- `litert`: the same of LiteRT's interpreter. Both keep at most 2,048 tokens.
+- `litert`: the same of LiteRT's interpreter. Both keep at most 2,048 tokens. Routers that choose among groups first
+  (DeepSeek-V3's) are refused: LiteRT's interpreter does not have the sort that they are traced to.
 - `gguf`: logits of llama.cpp, fp32, one model of each family below whose windows and scaling llama.cpp computes as transformers
   does, and 64 greedy tokens of those without GELU, for which llama.cpp has a table in fp16; several precisions on trained
   weights; tokens of mixed texts; the type of every matrix against llama.cpp's own mixes

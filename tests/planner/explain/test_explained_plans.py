@@ -72,6 +72,10 @@ def hardware(request: pytest.FixtureRequest) -> Hardware:
     return load_hardware(request.param)
 
 
+UP = {"gpt2": "c_fc", "experts": "experts.gate_up_proj", "latent": "experts.gate_up_proj"}
+"""What has no ``up_proj`` of its own."""
+
+
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(
     "changes",
@@ -90,8 +94,8 @@ def hardware(request: pytest.FixtureRequest) -> Hardware:
     ids=str,
 )
 def test_terms_of_training_give_the_plan(name: str, changes: dict[str, object], hardware: Hardware) -> None:
-    if name == "gpt2" and "lora_targets" in changes:
-        changes = changes | {"lora_targets": ("c_fc",)}
+    if "lora_targets" in changes and name in UP:
+        changes = changes | {"lora_targets": (UP[name],)}
     plan = plan_training(MODELS[name], TrainingShape(**changes), hardware)  # type: ignore[arg-type]
     assert held(explain(plan)) > 25
 

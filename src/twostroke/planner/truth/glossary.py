@@ -29,6 +29,7 @@ GLOSSARY: dict[str, str] = {
     "top_keys": "keys that the indexer picks",
     "rank": "rank of adapters",
     "nf4": "bytes of a weight in NF4 with its scales",
+    "between": "bytes of a weight, written and read between the operations that decode it",
     "data": "data-parallel replicas",
     "tensor": "ranks of tensor parallelism",
     "expert": "ranks that share experts",
