@@ -41,6 +41,7 @@ def test_words_of_settings_give_them_back() -> None:
         max_model_len=99,
         kv_cache_bytes=3 * 2**28 + 4096,
         n_threads=3,
+        lora_memory_bytes=2**29,
         speculate="ngram",
     )
     assert set(given.changed()) == set(OPTIONS)

@@ -8,7 +8,7 @@ import torch
 
 from small_models import EVERY, decoder_of, saved
 from twostroke.model.adapter_directory import save_adapters
-from twostroke.model.adapters import AdapterSettings, attach_adapters, peft_names, peft_weights
+from twostroke.model.adapters import AdapterSettings, attach_adapters, choose_targets, peft_names, peft_weights
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 
@@ -31,7 +31,7 @@ def adapter_of(
         for parameter_name, parameter in decoder.named_parameters():
             if parameter_name.endswith(".b"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-    names = peft_names(decoder.spec)
+    names = peft_names(choose_targets(decoder.spec, targets))
     trained = {n: p.detach() for n, p in decoder.named_parameters() if p.requires_grad and n in names}
     return save_adapters(peft_weights(decoder.spec, trained), decoder.spec, settings, base, directory, base)
 

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lora_models import models as lora_models
 
 from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
-from twostroke.core.schemes import CACHE_TYPES, NATIVE
+from twostroke.core.schemes import ASKED, CACHE_TYPES
 from twostroke.engine.core import EngineCore, TokenEvent
 from twostroke.engine.llm import LLM
 from twostroke.engine.sampler import plain_draw
@@ -72,10 +74,19 @@ class Oracle(Drafter):
         return drafts
 
 
-def run(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[tuple[Any, ...]]:
-    """Of every answer, in order of prompt and index: tokens, log-probabilities, reason; and the prompt's."""
+def run(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+) -> list[tuple[Any, ...]]:
+    """Of every answer, in order of prompt and index: tokens, log-probabilities, reason; and the prompt's. Adapters are named
+    in turns, from the last to none."""
+    for name, path in adapters.items():
+        core.load_adapter(name, path)
+    loras = [*reversed(adapters), None]
     for i, prompt in enumerate(prompts):
-        core.add_request(str(i), list(prompt), params, priority=i % 2)
+        core.add_request(str(i), list(prompt), params, priority=i % 2, lora=loras[i % len(loras)])
     found: dict[tuple[str, int], list[TokenEvent]] = {}
     while core.has_work:
         for event in core.step():
@@ -91,10 +102,16 @@ def run(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingPara
     ]
 
 
-def both(path: Path, params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS, **settings: Any) -> EngineCore:
+def both(
+    path: Path,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    **settings: Any,
+) -> EngineCore:
     """Runs with and without drafts, asserts that every answer is equal, and returns the engine that drafted."""
     settings = {"n_threads": 1, "page_tokens": 4} | settings
-    plain = run(EngineCore(path, EngineSettings(**settings)), prompts, params)
+    plain = run(EngineCore(path, EngineSettings(**settings)), prompts, params, adapters)
     core = EngineCore(path, EngineSettings(**settings, speculate="ngram"))
     answers = {(*prompt, params.seed or 0): answer[0] for prompt, answer in zip(prompts, plain[:: params.n], strict=True)}
     for i in range(1, params.n):
@@ -103,7 +120,7 @@ def both(path: Path, params: SamplingParams, prompts: Sequence[Sequence[int]] = 
             for prompt, answer in zip(prompts, plain[i :: params.n], strict=True)
         }
     core._drafter = Oracle(answers, core.spec.vocab_size)
-    assert run(core, prompts, params) == plain
+    assert run(core, prompts, params, adapters) == plain
     stats = core.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     assert stats.pages_used == 0
@@ -114,11 +131,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kv", CACHE_TYPES)
-@pytest.mark.parametrize("weights", NATIVE)
+@pytest.mark.parametrize("weights", ASKED)
 def test_greedy_answers_are_equal_for_every_scheme_and_cache(models: Path, weights: str, kv: str) -> None:
     path = directory(models, d_model=64, n_heads=4, head_dim=32, d_ff=128)
     core = both(path, replace(GREEDY, logprobs=2), dtype=weights, kv_dtype=kv)
     assert core.stats().decode_steps < 40 * len(PROMPTS) / 2
+
+
+def test_drafts_move_with_their_requests_when_rows_are_grouped_by_adapter(tmp_path: Path) -> None:
+    base, (a, b), _ = lora_models("llama", tmp_path, 2)
+    both(base, GREEDY, adapters={"a": a, "b": b}, dtype="fp32")
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gpt2", "gemma2", "gpt_oss", "olmoe", "deepseek_v3"])
