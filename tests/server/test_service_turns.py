@@ -30,6 +30,7 @@ class RecordingClient:
     info = SimpleNamespace(max_model_len=4096)
 
     def __init__(self) -> None:
+        self.adapters = {"a": "folder"}
         self.submitted: list[tuple[Any, ...]] = []
         self.params: list[SamplingParams] = []
 
@@ -89,13 +90,13 @@ def test_priority_client_and_what_is_left_of_the_time_reach_the_engine(echo_mode
         assert len(generation.choices) == service.admission.active == 2
         generation.close()
         assert service.admission.active == 0
-        ((priority, name, left_s, whole),) = client.submitted
+        ((priority, name, left_s, whole, lora),) = client.submitted
         assert whole, "nobody reads this answer before its end"
-        assert (priority, name) == (7, "somebody")
+        assert (priority, name, lora) == (7, "somebody", None)
         assert 0 < left_s <= 2.0
-        generation = await service.complete(completion(), time.perf_counter())
+        generation = await service.complete(completion(model="a"), time.perf_counter())
         generation.close()
-        assert client.submitted[1][:3] == (0, "", None)
+        assert client.submitted[1] == (0, "", None, True, "a")
 
     asyncio.run(scenario())
 
@@ -120,8 +121,8 @@ def test_the_engine_process_hands_on_all_of_it() -> None:
     server._ended = lambda key, indices: EngineServer._ended(server, key, indices)  # type: ignore[arg-type]
     connection: Any = SimpleNamespace(number=1, requests=set(), send=calls.append)
     params = SamplingParams(n=2)
-    EngineServer._add(server, connection, wire.Add("r", [5], params, 3, "c", 1.5))  # type: ignore[arg-type]
-    assert calls == [("1:r", [5], params, 3, "c", 1.5)]
+    EngineServer._add(server, connection, wire.Add("r", [5], params, 3, "c", 1.5, lora="a"))  # type: ignore[arg-type]
+    assert calls == [("1:r", [5], params, 3, "c", 1.5, "a")]
     handle: Any = EngineServer._handle
     handle(server, connection, wire.Abort("r", 1))
     handle(server, connection, wire.Abort("r", 1))  # one that crossed with the answer's end changes nothing
