@@ -49,27 +49,38 @@ def write_adapter(spec: ModelSpec, base: Path, targets: list[str], directory: Pa
     return directory
 
 
-def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step by mode, and how much longer than without an adapter, over ``rounds``."""
+def asked_engine(base: Path, scheme: str) -> EngineCore:
+    """An engine in which all requests decode."""
     core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=2))
     for i in range(N_REQUESTS):
         prompt = [(31 * i + 7 * j) % core.spec.vocab_size for j in range(100)]
         core.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
-    requests = [core.scheduler.requests[str(i)] for i in range(N_REQUESTS)]
-    while any(len(request.tokens) == request.n_prompt for request in requests):
+    while core.scheduler.n_waiting or len(core.scheduler.decoding) < N_REQUESTS:
         core.step()
+    return core
+
+
+def median_step_s(core: EngineCore) -> float:
+    """Of a block of steps, after one that does not count."""
+    core.step()
+    steps = []
+    for _ in range(BLOCK_STEPS):
+        began = time.perf_counter()
+        core.step()
+        steps.append(time.perf_counter() - began)
+    return statistics.median(steps)
+
+
+def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step by mode, and how much longer than without an adapter, over ``rounds``."""
+    core = asked_engine(base, scheme)
+    requests = [core.scheduler.requests[str(i)] for i in range(N_REQUESTS)]
     times: dict[str, list[float]] = {}
 
     def block(mode: str, named: list[Any]) -> None:
         for i, request in enumerate(requests):  # as if they had been sent so: the step reads adapters from its requests
             request.adapter = named[i % len(named)]
-        core.step()
-        steps = []
-        for _ in range(BLOCK_STEPS):
-            began = time.perf_counter()
-            core.step()
-            steps.append(time.perf_counter() - began)
-        times.setdefault(mode, []).append(statistics.median(steps))
+        times.setdefault(mode, []).append(median_step_s(core))
 
     for _ in range(rounds):
         block("none", [None])
@@ -98,25 +109,14 @@ def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, roun
 
 def cost_of_idle(base: Path, adapter: Path, scheme: str, rounds: int) -> dict[str, Any]:
     """Steps without an adapter while one is loaded over those while none is: loaded and unloaded in turns."""
-    core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=2))
-    for i in range(N_REQUESTS):
-        prompt = [(31 * i + 7 * j) % core.spec.vocab_size for j in range(100)]
-        core.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
-    while core.scheduler.n_waiting or len(core.scheduler.decoding) < N_REQUESTS:
-        core.step()
+    core = asked_engine(base, scheme)
     ratios = []
     for i in range(rounds):
         pair = {}
         for loaded in (False, True) if i % 2 else (True, False):
             if loaded:
                 core.adapters.add("idle", adapter)
-            core.step()
-            steps = []
-            for _ in range(BLOCK_STEPS):
-                began = time.perf_counter()
-                core.step()
-                steps.append(time.perf_counter() - began)
-            pair[loaded] = statistics.median(steps)
+            pair[loaded] = median_step_s(core)
             if loaded:
                 core.adapters.remove("idle")
         ratios.append(pair[True] / pair[False] - 1)

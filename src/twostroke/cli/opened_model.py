@@ -9,8 +9,6 @@ from twostroke.cli.console import log, progress
 from twostroke.core.paths import imported_dir, model_directory
 from twostroke.core.units import format_bytes
 
-_MAGIC = b"GGUF"
-
 
 def opened_model(model: Path) -> Path:
     """The directory of ``model``. Of a GGUF file the copy that an earlier command made, if the file has not changed since, else
@@ -40,5 +38,7 @@ def opened_model(model: Path) -> Path:
 def _is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
+    from twostroke.interop.gguf import MAGIC
+
     with path.open("rb") as stream:
-        return stream.read(len(_MAGIC)) == _MAGIC
+        return stream.read(len(MAGIC)) == MAGIC

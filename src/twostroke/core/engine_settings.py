@@ -33,13 +33,23 @@ class Setting(NamedTuple):
     most: int = MAX_INTEGER
     begins: str | None = None
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What a reader is told that it may be, beside "auto"."""
+        return self.choices if self.begins is None else (*self.choices, f"{self.begins}DIR")
+
+    def allows(self, value: object) -> bool:
+        """Whether ``value`` is one of the choices, or goes on behind what one may begin with."""
+        free = self.begins is not None and isinstance(value, str) and value.startswith(self.begins) and value != self.begins
+        return free or value in ("auto", *self.choices)
+
 
 def _choice(
     help: str, choices: tuple[str, ...], option: str | None = None, default: str = "auto", begins: str | None = None
 ) -> Any:
-    named = choices if begins is None else (*choices, f"{begins}DIR")
-    text = f"{help}: auto, {', '.join(named[:-1])} or {named[-1]}."
-    return dataclasses.field(default=default, metadata={"setting": Setting(text, choices, option, begins=begins)})
+    setting = Setting("", choices, option, begins=begins)
+    text = f"{help}: auto, {', '.join(setting.named[:-1])} or {setting.named[-1]}."
+    return dataclasses.field(default=default, metadata={"setting": setting._replace(help=text)})
 
 
 def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1, most: int = MAX_INTEGER) -> Any:
@@ -83,9 +93,8 @@ class EngineSettings:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
             if setting.choices:
-                begins = setting.begins is not None and isinstance(value, str) and value.startswith(setting.begins)
-                if value not in ("auto", *setting.choices) and not (begins and value != setting.begins):
-                    raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.choices)}.")
+                if not setting.allows(value):
+                    raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.named)}.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
 

@@ -166,6 +166,8 @@ class AdapterStore:
 
     def unheld(self, requests: Iterable[Request]) -> list[str]:
         """Ids of those whose adapter could not be read: they were computed without it."""
+        if not self._n_added:  # most engines have no adapters, and this is asked for at each step
+            return []
         return [r.id for r in requests if isinstance(r.adapter, Adapter) and r.adapter.held is None]
 
     def report(self, stats: EngineStats) -> None:

@@ -316,9 +316,10 @@ class EngineCore:
                 events.append(self._event(request.id, [], finish_reason="error"))
             self._remember(request)
             self._forget(request.id)
-        n_wrong = sum(len(draft) + 1 for draft in step.drafts.values()) - sum(
-            len(new) for place, new in zip(places, taken.tokens, strict=True) if place in step.drafts
-        )
+        n_wrong = 0
+        if step.drafts:
+            of_places = zip(places, taken.tokens, strict=True)
+            n_wrong = sum(len(step.drafts[place]) + 1 - len(new) for place, new in of_places if place in step.drafts)
         self._count(step, n_output, len(logits), n_wrong, len(failed), time.perf_counter() - began)
         if not self._names:  # nothing runs any more, so nothing is scored either
             self.release_logits()

@@ -9,16 +9,13 @@ from typing import Protocol
 from torch import Tensor
 
 from twostroke.engine.sampler import sample
-from twostroke.engine.speculation.lengths import StepTimes
+from twostroke.engine.speculation.lengths import RecentShares, StepTimes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.scheduler import Scheduler
 from twostroke.scheduling.step import ScheduledStep
 
 MOST_AHEAD = 8
 """Most tokens that the model computes ahead: the probability that all are right falls with each."""
-
-_KEPT = 0.98
-"""Share of a count of right drafts that stays when a new one comes."""
 
 _TRIED_EVERY = 64
 """Where drafts do not pay, one is made in so many steps, to see whether they do by now."""
@@ -57,7 +54,7 @@ class ModelDrafter:
     def __init__(self, draft: DraftEngine, times: StepTimes, draft_times: StepTimes, seed_of: Callable[[Request], int]) -> None:
         self.times, self.draft_times = times, draft_times
         self._draft, self._seed_of = draft, seed_of
-        self._right, self._seen = [1.0] * MOST_AHEAD, [2.0] * MOST_AHEAD
+        self._shares = RecentShares(MOST_AHEAD)  # of the first draft, the second, …
         config = draft.scheduler.config
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._mirrors: dict[str, _Mirror] = {}
@@ -99,8 +96,7 @@ class ModelDrafter:
             if n >= len(tokens):
                 break
             right = own.tokens[n] == tokens[n]
-            self._right[place] = _KEPT * self._right[place] + right
-            self._seen[place] = _KEPT * self._seen[place] + 1
+            self._shares.count(place, right)
             if not right:
                 own.adjuster = None  # it has counted this draft
                 break
@@ -115,7 +111,7 @@ class ModelDrafter:
         best, best_n = 1.02 * n_decoding / step_s(n_rows), 0
         expected, survival = float(n_decoding), 1.0
         for n in range(1, MOST_AHEAD + 1):
-            survival *= self._right[n - 1] / self._seen[n - 1]
+            survival *= self._shares.of(n - 1)
             expected += n_decoding * survival
             rate = expected / (step_s(n_rows + n * n_decoding) + n * draft_s)
             if rate > best:

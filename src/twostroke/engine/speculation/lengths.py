@@ -22,26 +22,36 @@ _KEPT = 0.98
 """Share of a count that stays when a new one comes: acceptance is that of the last 50 tokens or so."""
 
 
+class RecentShares:
+    """How often each of ``n`` kinds of drafted token was right lately. Without a count it is a half."""
+
+    def __init__(self, n: int) -> None:
+        self._right, self._seen = [1.0] * n, [2.0] * n
+
+    def count(self, i: int, right: bool) -> None:
+        self._right[i] = _KEPT * self._right[i] + right
+        self._seen[i] = _KEPT * self._seen[i] + 1
+
+    def of(self, i: int) -> float:
+        return self._right[i] / self._seen[i]
+
+
 class Acceptance:
     """How often the token that followed a match came again, by the match's length, over all requests.
 
     It is counted for every match, also for those that were not drafted, so drafting resumes once texts repeat again, and
-    nothing has to be tried out. Without a count it is a half."""
+    nothing has to be tried out."""
 
     def __init__(self) -> None:
-        self._right = [1.0] * (len(_MATCHES) + 1)
-        self._seen = [2.0] * (len(_MATCHES) + 1)
+        self._shares = RecentShares(len(_MATCHES) + 1)
 
     def count(self, length: int, right: bool) -> None:
         """A token was predicted behind a match of ``length`` tokens."""
-        i = bisect_left(_MATCHES, length)
-        self._right[i] = _KEPT * self._right[i] + right
-        self._seen[i] = _KEPT * self._seen[i] + 1
+        self._shares.count(bisect_left(_MATCHES, length), right)
 
     def of(self, length: int) -> float:
         """Probability of the token behind a match of ``length`` tokens."""
-        i = bisect_left(_MATCHES, length)
-        return self._right[i] / self._seen[i]
+        return self._shares.of(bisect_left(_MATCHES, length))
 
     def survivals(self, length: int, most: int) -> list[float]:
         """Of up to ``most`` tokens behind such a match the probabilities that each and all before it are right."""
@@ -123,8 +133,7 @@ def draft_lengths(
 
     ``survivals``: of a place the probability of each drafted token that it and all before it are right, so they fall. The most
     probable tokens of all requests are taken first, so each request's are taken in order. Of the numbers of drafted tokens only
-    ``_TRIED`` and all are compared. Empty if less than ``_LEAST_GAIN``
-    is gained.
+    ``_TRIED`` and all are compared. Empty if less than ``_LEAST_GAIN`` is gained.
     """
     drafts = [(-survival, n, place) for place, of in survivals for n, survival in enumerate(of)]
     drafts.sort()
