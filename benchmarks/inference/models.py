@@ -58,7 +58,7 @@ def model_for(engine: str, variant: str, source: Path, folder: Path, pythons: Ma
         target = folder / f"{source.name}-{scheme}"
         if not _says(target, {"max_position_embeddings": MAX_POSITIONS}):
             shutil.rmtree(target, ignore_errors=True)  # made for another benchmark, or half
-            own = [pythons["twostroke"], "-m", "twostroke.cli.main", "quantize", str(source), str(target), "--scheme", scheme]
+            own = [pythons["twostroke"], "-m", "twostroke", "quantize", str(source), str(target), "--scheme", scheme]
             subprocess.run([*own, *(["--rounding", "nearest"] if scheme == "int4" else [])], check=True)
         return target
     else:

@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     name = args.name or args.model.name
     text = [word for file in args.calibration for word in ("--calibration", file)]
-    command = [sys.executable, "-m", "twostroke.cli.main", "quantize", str(args.model), "--survey", *text, "--json"]
+    command = [sys.executable, "-m", "twostroke", "quantize", str(args.model), "--survey", *text, "--json"]
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     typed = " ".join(["twostroke quantize", name, "--survey", *(Path(word).name for word in text)])

@@ -91,7 +91,7 @@ class Server:
 @contextlib.contextmanager
 def server(model: Path, home: Path, options: tuple[str, ...] = (), files: int | None = None) -> Iterator[Server]:
     """``twostroke serve`` from this source tree; ``files``: how many it may have open, as `ulimit -n` sets it."""
-    command = [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json"]
     command += ["--max-concurrent", str(PLACES), *options]
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(home)}
 
@@ -297,7 +297,7 @@ def imported(source: Path, home: Path) -> Path:
     if source.is_dir():
         return source
     directory = home / "stories260K"
-    command = [sys.executable, "-m", "twostroke.cli.main", "import", str(source), str(directory)]
+    command = [sys.executable, "-m", "twostroke", "import", str(source), str(directory)]
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "TWOSTROKE_HOME": str(home)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return directory

@@ -40,7 +40,7 @@ def shown(keep: str, lines: list[str]) -> list[str]:
 
 def one(command: str, keep: str, work: Path, environment: dict[str, str]) -> dict[str, object]:
     """What ``command`` printed on stdout, and which lines of it are shown, each once."""
-    arguments = [sys.executable, "-m", "twostroke.cli.main", *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", "twostroke", *shlex.split(command)[1:]]
     done = subprocess.run(arguments, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")

@@ -29,7 +29,7 @@ def _recipe(size: Size, folder: Path, name: str) -> Path:
 
 def _train(recipe: Path, output: Path, environment: dict[str, str], *settings: str) -> dict[str, Any]:
     """Runs the command; its summary, with the seconds of the whole command as ``command_s``."""
-    command = [sys.executable, "-m", "twostroke.cli.main", "train", str(recipe), "--json"]
+    command = [sys.executable, "-m", "twostroke", "train", str(recipe), "--json"]
     for setting in (f"output={output}", *settings):
         command += ["--set", setting]
     if output.exists():

@@ -13,9 +13,7 @@ from twostroke.cli.main import VERBS, main
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "twostroke.cli.main", *args], capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([sys.executable, "-m", "twostroke", *args], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -252,7 +252,7 @@ def _cpu_s(*args: str) -> float:
 def test_plan_answers_in_0_4_seconds(recipe: str) -> None:
     """Where importing the libraries of the command line takes 0.1 s, as it does undisturbed; elsewhere in proportion: the
     least of eight pairs, since a machine's speed changes from one second to the next."""
-    plan = ("-m", "twostroke.cli.main", "plan", "compare", recipe, "--hardware", "epyc")
+    plan = ("-m", "twostroke", "plan", "compare", recipe, "--hardware", "epyc")
     _cpu_s(*plan)  # it may write bytecode, as an installation does
     assert min(_cpu_s(*plan) / _cpu_s("-c", "import typer, pydantic") for _ in range(8)) < 4
 

@@ -92,7 +92,7 @@ def test_what_only_the_engine_can_refuse_is_one_sentence_too(
     model: Path, tmp_path: Path, options: list[str], sentence: str
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--json", *options],
+        [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json", *options],
         capture_output=True,
         text=True,
         timeout=60,
@@ -105,7 +105,7 @@ def test_what_only_the_engine_can_refuse_is_one_sentence_too(
 
 def test_it_says_when_it_is_ready_records_what_it_measured_and_exits_0(model: Path, twostroke_home: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--served-name", "mine"],
+        [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--served-name", "mine"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -142,7 +142,7 @@ def test_every_quantity_of_the_prediction_is_measured_or_has_a_reason(
     """The model holds 512 positions, so one request of 256 + 128 tokens is predicted."""
     save_profile(replace(machines.profile(), fingerprint=read_fingerprint()))
     process = subprocess.Popen(
-        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--served-name", "mine", "--json"],
+        [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--served-name", "mine", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -187,7 +187,7 @@ def test_a_key_finds_another_keys_prompts_in_the_cache_only_where_that_is_asked_
     keys = twostroke_home / "keys"
     keys.write_text("alpha\nbeta\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--api-key-file", str(keys), *options],
+        [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--api-key-file", str(keys), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -178,7 +178,7 @@ def test_a_wrong_recipe_is_answered_without_importing_torch(recipe: Path) -> Non
 
 
 def _command(recipe: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "twostroke.cli.main", "train", str(recipe), "--json", *more]
+    return [sys.executable, "-m", "twostroke", "train", str(recipe), "--json", *more]
 
 
 def _exact(directory: Path) -> list[tuple[Any, ...]]:

@@ -50,7 +50,7 @@ def run_session(folder: Path, instead: dict[str, list[str]], steps: int | None =
         assert program == "twostroke", command
         words = instead.get(command)
         if words is None:
-            words = ["-m", "twostroke.cli.main", *arguments]
+            words = ["-m", "twostroke", *arguments]
             verbatim.append(command)
         result = subprocess.run(
             [sys.executable, *words],

@@ -46,7 +46,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     model = make_model(directory / "tiny")
-    command = [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--dtype", "fp32", "--json"]
+    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--dtype", "fp32", "--json"]
     with (directory / "stderr").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(directory))
     try:

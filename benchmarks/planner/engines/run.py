@@ -107,7 +107,7 @@ def _over_http(case: ServingCase, directory: Path, environment: dict[str, str]) 
     """`twostroke bench serve`, and of the server's own run what starting took. Its predictions join the load's."""
     from twostroke.ledger.store import Ledger
 
-    command = [sys.executable, "-m", "twostroke.cli.main", "bench", "serve", str(directory), "--json", "--dtype", case.scheme]
+    command = [sys.executable, "-m", "twostroke", "bench", "serve", str(directory), "--json", "--dtype", case.scheme]
     command += ["--users", str(case.batch), "--requests", str(REQUESTS), "--prompt-tokens", str(case.prompt_tokens)]
     command += ["--output-tokens", str(case.output_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
@@ -188,7 +188,7 @@ def main() -> None:
     limit_spinning(os.environ)
     environment = dict(os.environ)
     if given.calibrate:
-        subprocess.run([sys.executable, "-m", "twostroke.cli.main", "calibrate"], check=True, env=environment)
+        subprocess.run([sys.executable, "-m", "twostroke", "calibrate"], check=True, env=environment)
 
     raw = out / "raw.jsonl"
     done = _done(raw)

@@ -17,8 +17,12 @@ from typing import Any
 
 from configurations import SAMPLING
 
-REPEATS, REPEATS_OF_LONG = 9, 4
-LONG_PROMPT = 1024
+PROMPTS = ((256, 25), (1024, 9))
+"""Prompts of up to so many tokens, so often; of longer ones ``LONG``. A short one takes milliseconds, and a machine that is
+shared stays slow for longer than nine of them."""
+LONG = 4
+DECODE_S = 1.5
+"""Seconds of decode steps at least: medians of 0.1 s of them differed by up to 2 × within seconds, of 2 s by 15%."""
 DISTURBED_SHARE = 0.02
 
 
@@ -45,7 +49,9 @@ def main(directory: str, case: dict[str, Any]) -> None:
     params = {"temperature": 0.0} | {k: v for kind in case["sampling"] for k, v in SAMPLING[kind].items()}
     asked = {"batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     asked["sampling"] = SamplingParams(**params).kinds
-    cache = int((batch + 2) * request_kv_bytes(spec, serving_shape(directory, spec, settings, **asked))) * 2
+    n_prompts = next((n for longest_prompt, n in PROMPTS if prompt_tokens <= longest_prompt), LONG)
+    request_bytes = request_kv_bytes(spec, serving_shape(directory, spec, settings, **asked))
+    cache = int(max(2 * (batch + 2), n_prompts + 2) * request_bytes)  # each prompt finds pages that none has touched
     shape = serving_shape(directory, spec, replace(settings, kv_cache_bytes=cache), **asked)
     hardware = load_hardware("this", "serve")
     if case["runner"] == "torch":  # as on a machine without the native library
@@ -89,7 +95,7 @@ def main(directory: str, case: dict[str, Any]) -> None:
             engine.step()
         return 1
 
-    ttft_s, ttft_disturbed = timed(first_token, REPEATS if prompt_tokens <= LONG_PROMPT else REPEATS_OF_LONG)
+    ttft_s, ttft_disturbed = timed(first_token, n_prompts)
 
     def decode() -> int:
         steps = 0
@@ -98,15 +104,18 @@ def main(directory: str, case: dict[str, Any]) -> None:
             steps += 1
         return steps
 
-    found = []
-    for attempt in range(3):  # the first, some 50 steps, warms up: the first steps of a process take half as long again
+    found, decoded_s, n_blocks = [], 0.0, max(2, output_tokens // 8 - 2)
+    warm = False
+    while len(found) < 2 or decoded_s < DECODE_S:
         names_ = [add(output_tokens + 32) for _ in range(batch)]
         started: set[str] = set()
         while len(started) < batch:
             started |= {event.request_id for event in engine.step()}
-        timing = timed(decode, max(2, output_tokens // 8 - 2))
-        if attempt:
+        timing = timed(decode, n_blocks)
+        if warm:
             found.append(timing)
+            decoded_s += 8 * n_blocks * timing[0]
+        warm = True  # the first some 50 steps of a process take half as long again
         for name in names_:
             engine.abort(name)
     tpot_s = statistics.median(seconds for seconds, _ in found)

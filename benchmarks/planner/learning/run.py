@@ -74,7 +74,7 @@ AFTER: tuple[Trained | Served, ...] = (
 
 
 def twostroke(*arguments: str) -> str:
-    command = [sys.executable, "-m", "twostroke.cli.main", *arguments]
+    command = [sys.executable, "-m", "twostroke", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")

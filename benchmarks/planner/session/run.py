@@ -47,7 +47,7 @@ def commands(budget_s: float) -> list[str]:
 
 def typed(command: str, work: Path, environment: dict[str, str]) -> str:
     """What ``command`` printed. Raises SystemExit with its errors if it fails."""
-    arguments = [sys.executable, "-m", "twostroke.cli.main", *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", "twostroke", *shlex.split(command)[1:]]
     done = subprocess.run(arguments, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")

@@ -32,7 +32,7 @@ class OwnServer:
 @contextmanager
 def own_server(model: Path, options: Sequence[str] = ()) -> Iterator[OwnServer]:
     """Serve ``model`` on a free port. Raises InputError or EngineError with the server's own sentence."""
-    command = [sys.executable, "-P", "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--json", *options]
+    command = [sys.executable, "-P", "-m", "twostroke", "serve", str(model), "--port", "0", "--json", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent) as process:
         assert process.stdout is not None
         try:

@@ -126,7 +126,7 @@ class _Served:
             self._engine.settings = replace(self._engine.settings, n_threads=n_threads)
             alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, PROMPT + OUTPUT // 2)
         lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--requests", str(REQUESTS)]
-        command = [sys.executable, "-P", "-m", "twostroke.cli.main", "bench", "serve", str(self._directory), "--json", *lengths]
+        command = [sys.executable, "-P", "-m", "twostroke", "bench", "serve", str(self._directory), "--json", *lengths]
         command += ["--users", str(users), "--dtype", SCHEME]
         command += [] if n_threads is None else ["--threads", str(n_threads)]
         environment = os.environ | {"TWOSTROKE_HOME": str(self._home)}

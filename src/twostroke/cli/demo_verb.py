@@ -71,7 +71,7 @@ class Demo:
 
 def verb(*args: str) -> Result:
     """Run ``twostroke <args> --json`` in a child, with its progress on our stderr. Raises the error that the child reports."""
-    command = [sys.executable, "-m", "twostroke.cli.main", *args, "--json"]
+    command = [sys.executable, "-m", "twostroke", *args, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         output = None
         while output is None:

@@ -135,7 +135,3 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:
         emit_error(f"{error.filename or 'operating system'}: {error.strerror or error}.", as_json="--json" in args)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

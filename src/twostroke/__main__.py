@@ -1,0 +1,5 @@
+"""`python -m twostroke` is the command `twostroke`."""
+
+from twostroke.cli.main import main
+
+main()
