@@ -6,12 +6,14 @@ products, what a prefix hit and a long context cost, and memory against its boun
 
 from __future__ import annotations
 
+import statistics
+
 from protocol import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, arguments, timed
 from twostroke_products import products_seconds
 
 from twostroke.calibration.native_rates import read_bytes_per_s
 from twostroke.core.families import read_spec
-from twostroke.engine.achieved import achieved
+from twostroke.engine.achieved import PhaseRates, achieved
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -68,15 +70,19 @@ def main() -> None:
             rates.append(achieved(engine, since=before).decode.tok_per_s)
         bench.record(f"context_{LONG_TOKENS}_tok_per_s", rates)
 
-    limit, shares, beyond = None, [], []
-    for _ in range(args.repeats):
+    def decoded() -> PhaseRates:
         before = llm.stats()
         generate(bench.prompts(1, PROMPT_TOKENS), OUTPUT_TOKENS + 1)
-        decode = achieved(engine, since=before).decode
+        return achieved(engine, since=before).decode
+
+    shares, beyond, step_bytes = [], [], decoded().bytes_per_step
+    for _ in range(args.repeats):
+        limits = [read_bytes_per_s(step_bytes)]  # beside each: neighbours of the machine change it within seconds
+        decode = decoded()
         products = products_seconds(engine.plan, engine.n_threads)
-        limit = limit or read_bytes_per_s(decode.bytes_per_step)
-        if limit is not None:
-            shares.append(decode.bytes_per_s / limit)
+        limits.append(read_bytes_per_s(step_bytes))
+        if None not in limits:
+            shares.append(decode.bytes_per_s / statistics.mean(limits))
         if products is not None:
             beyond.append(decode.seconds / decode.steps / products - 1)
     if shares:
