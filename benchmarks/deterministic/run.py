@@ -154,7 +154,7 @@ def summary(results: dict[str, Any]) -> str:
         f"{results['machine']}, instructions {results['target']}, 2 threads, torch {results['torch']}, "
         f"Twostroke {results['twostroke']}, load {results['load_average_at_start']:.1f} at the start",
         "",
-        "| weights | tokens served | other bits when scored | in training's decoder, bf16: other bits | mean difference | largest | KL |",
+        "| weights | served | scored: other bits | decoder in bf16: other bits | mean difference | largest | KL |",
         "|---|---|---|---|---|---|---|",
     ]
     for weights, found in results["bits"].items():
@@ -168,8 +168,8 @@ def summary(results: dict[str, Any]) -> str:
         for kind, found in kinds.items():
             more = found["ratio"]
             lines.append(
-                f"| {weights} | {kind} | {found['ms']['without']:.1f} ms | {found['ms']['with']:.1f} ms | {more['median']:+.1%} | "
-                f"{more['low']:+.1%} to {more['high']:+.1%} |"
+                f"| {weights} | {kind} | {found['ms']['without']:.1f} ms | {found['ms']['with']:.1f} ms | "
+                f"{more['median']:+.1%} | {more['low']:+.1%} to {more['high']:+.1%} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -177,7 +177,9 @@ def summary(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-deterministic", help="kept models")
+    parser.add_argument(
+        "--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-deterministic", help="kept models"
+    )
     parser.add_argument("--weights", default="bf16,int8,int4")
     parser.add_argument("--timed", default="bf16,int8", help="of these, those whose cost is measured")
     parser.add_argument("--rounds", type=int, default=15)

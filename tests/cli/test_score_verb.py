@@ -61,7 +61,7 @@ def test_text_comes_from_stdin_and_tokens_have_lines(
     assert repr(TEXT) in head
     n = int(head.split(" tokens")[0].rpartition(" ")[2])
     assert len(tokens) == n
-    assert last.startswith("bf16") or last.startswith("fp32")
+    assert last.startswith(("bf16", "fp32"))
 
 
 def test_what_cannot_be_scored_is_one_sentence(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

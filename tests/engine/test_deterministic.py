@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from lora_models import models as lora_models
 
 from gguf_files import small_file
-from lora_models import models as lora_models
 from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
@@ -25,6 +25,7 @@ from twostroke.engine import core as engine_core
 from twostroke.engine.core import EngineCore
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.scoring import token_scores
+from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.interop.import_model import import_model
 from twostroke.kernels import native_library
 from twostroke.kernels.native_library import holding, library, set_target
@@ -37,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 100},
     "qwen3": {},
     "olmo2": {},
-    "gpt2": {"head_dim": 13},
+    "gpt2": {},
     "gemma2": {"sliding_window": 100},
     "cohere2": {"sliding_window": 100},
     "granite": {},
@@ -69,11 +70,14 @@ class Told:
         return [entry.logprob for entry in (*self.prompt, *self.logprobs)]
 
 
-def ask(core: EngineCore, prompt: Sequence[int], params: SamplingParams = DRAWN, others: int = 0, lora: str | None = None) -> Told:
+def ask(
+    core: EngineCore, prompt: Sequence[int], params: SamplingParams = DRAWN, others: int = 0, lora: str | None = None
+) -> Told:
     """The request's answer. It comes when the first of ``others`` decode and the last are still read."""
     for i in range(others):
         rest = SamplingParams(temperature=1.0, seed=i, max_tokens=12, ignore_eos=True)
-        core.add_request(f"other{i}", text(20 + 50 * i, seed=i + 1, n_vocab=core.spec.vocab_size), rest)
+        length = min(20 + 50 * i, core.max_model_len - rest.max_tokens)
+        core.add_request(f"other{i}", text(length, seed=i + 1, n_vocab=core.spec.vocab_size), rest)
     if others:
         core.step()
     core.add_request("a", list(prompt), params, lora=lora)
@@ -90,7 +94,8 @@ def ask(core: EngineCore, prompt: Sequence[int], params: SamplingParams = DRAWN,
 
 def scored(core: EngineCore, ids: Sequence[int], others: int = 0) -> list[float]:
     """ln p of each of ``ids`` but the first, as evaluation reads them, between ``others``."""
-    found = token_scores(core, [*((text(10 + 40 * i, seed=i), 1) for i in range(others)), (list(ids), 1)])
+    before = [(text(min(10 + 40 * i, core.max_model_len), seed=i, n_vocab=core.spec.vocab_size), 1) for i in range(others)]
+    found = token_scores(core, [*before, (list(ids), 1)])
     return [-float(n) for n in found[-1][0]]
 
 
@@ -122,22 +127,39 @@ def same_bits(directory: Path, n_prompt: int = 270, **settings: Any) -> None:
         assert on.prompt == [*told.prompt, *told.logprobs][n - 21 : n - 1]
 
 
-@native
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_in_every_format(name: str, tmp_path: Path) -> None:
-    directory = saved(name, tmp_path / name, max_positions=512, **FAMILIES[name])[1]
-    for weights, kv in FORMATS:
+def in_formats(name: str, folder: Path, formats: Sequence[tuple[str, str]]) -> None:
+    directory = saved(name, folder / name, max_positions=512, **FAMILIES[name])[1]
+    for weights, kv in formats:
         same_bits(directory, dtype=weights, kv_dtype=kv, head_dtype="int8" if weights == "int8" else "auto")
 
 
 @native
-@pytest.mark.parametrize("target", holding())
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name: str, tmp_path: Path) -> None:
+    in_formats(name, tmp_path, [("bf16", "bf16"), ("int8", "int8")])
+
+
+@native
+@pytest.mark.parametrize(("weights", "kv"), FORMATS)
+def test_every_format(weights: str, kv: str, tmp_path: Path) -> None:
+    in_formats("llama", tmp_path, [(weights, kv)])
+
+
+@native
+@pytest.mark.soak
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_in_every_format(name: str, tmp_path: Path) -> None:
+    in_formats(name, tmp_path, list(itertools.product(ASKED, CACHE_TYPES)))
+
+
+@native
+@pytest.mark.parametrize("target", holding() if library() is not None else [])
 def test_every_instruction_set_that_this_processor_has(target: str, tmp_path: Path) -> None:
     """Each for itself: two of them add in different orders."""
     directory = saved("qwen3", tmp_path / "m", max_positions=512, head_dim=64)[1]
     set_target(target)
     try:
-        for weights in ASKED:
+        for weights in ("bf16", "int8"):
             same_bits(directory, dtype=weights, kv_dtype="bf16")
     finally:
         set_target(holding()[-1])
@@ -148,7 +170,7 @@ def test_matrices_in_the_codes_of_a_gguf_file(tmp_path: Path) -> None:
     types = {"ffn_gate": "Q4_K", "ffn_up": "Q4_K", "ffn_down": "Q6_K", "attn_v": "Q6_K"}
     small_file(tmp_path / "m.gguf", "gemma3", types)
     import_model(tmp_path / "m.gguf", tmp_path / "kept")
-    same_bits(tmp_path / "kept", n_prompt=100)
+    same_bits(tmp_path / "kept", n_prompt=40)
 
 
 @native
@@ -167,18 +189,19 @@ def test_a_request_with_an_adapter(tmp_path: Path) -> None:
 def test_the_offset_of_an_int8_caches_keys_does_not_depend_on_the_token_budget(tmp_path: Path) -> None:
     directory = saved("qwen2", tmp_path / "m", max_positions=512)[1]
     pools = [engine(directory, budget, 16, 2, kv_dtype="int8", dtype="bf16").pool for budget in (512, 60)]
-    offsets = [getattr(pool, "key_offset") for pool in pools]
-    assert bool((offsets[0] != 0).any())
-    assert torch.equal(*offsets)
+    assert isinstance(pools[0], TiledKVPool)
+    assert isinstance(pools[1], TiledKVPool)
+    assert bool((pools[0].key_offset != 0).any())
+    assert torch.equal(pools[0].key_offset, pools[1].key_offset)
 
 
 def test_an_engine_that_cannot_promise_it_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = saved("llama", tmp_path / "m")[1]
-    with pytest.raises(ConfigError, match="deterministic needs the native library: .* Use runner='native' or 'auto'."):
+    with pytest.raises(ConfigError, match=r"deterministic needs the native library: .* Use runner='native' or 'auto'."):
         EngineCore(directory, EngineSettings(dtype="fp32", runner="torch", deterministic=True))
     monkeypatch.setattr(engine_core, "library", lambda: None)
     monkeypatch.setattr(engine_core, "why_absent", lambda: "It was not built.")
-    with pytest.raises(ConfigError, match="deterministic needs the native library: .* It was not built."):
+    with pytest.raises(ConfigError, match=r"deterministic needs the native library: .* It was not built."):
         EngineCore(directory, EngineSettings(dtype="fp32", deterministic=True))
 
 

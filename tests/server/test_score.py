@@ -1,4 +1,4 @@
-"""``POST /v1/score``, and one number in both phases: evaluation, the route, and answers as they are generated agree to the bit."""
+"""``POST /v1/score``, and one number in both phases: evaluation, the route and generated answers agree to the bit."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_token_ids_are_scored_from_the_end_of_their_prompt_on(web: httpx.Client)
         ({"text": ["a"] * 65}, "text", "text holds 65 texts; at most 64 may share a request."),
         ({"text": [300]}, "text", "text holds token id 300; ids are from 0 to 299."),
         ({"text": [1], "prompt": [300]}, "text", "token id 300"),
-        ({"text": ["a", "b", "c"], "prompt": ["a", "b"]}, "prompt", "2 prompts for 3 texts. Give one for all, or one for each."),
+        ({"text": ["a", "b", "c"], "prompt": ["a", "b"]}, "prompt", "2 prompts for 3 texts. Give one for all, or one"),
         ({"text": ["a"], "prompt": [1, 2]}, "prompt", "prompt and text must both be texts, or both token ids."),
         ({"text": [1], "prompt": "a"}, "prompt", "prompt and text must both be texts, or both token ids."),
-        ({"text": "fox " * 5000}, "text", "context is 4096 tokens; the text has at least"),
+        ({"text": "fox " * 50_000}, "text", "context is 4096 tokens; the text has at least"),
         ({"text": [[5] * 3000] * 2, "prompt": [5] * 2000}, "text", "context is 4096 tokens; the text has 5000"),
         ({"text": ["fox"] * 64, "prompt": "a" * 40_000}, "text", "at most 2097152 may share a request."),
         ({"text": "\ud800"}, None, "half of a surrogate pair"),
-        ({"text": "a", "max_tokens": 3}, "max_tokens", "'max_tokens' is not a known field." ),
+        ({"text": "a", "max_tokens": 3}, "max_tokens", "max_tokens is not a known field."),
         ({"text": "a", "temperature": 0}, "temperature", "is not a known field."),
         ({"text": "a", "model": "other"}, "model", "model 'other' is not served here."),
     ],

@@ -47,8 +47,8 @@ def token_scores(
 
     Sequences run together in steps of the engine's token budget, as prompts do. With the native runner the scores are, bit for
     bit, the log-probabilities that any engine with the same weights, formats and instruction set reports for these tokens
-    (docs/determinism.md). Known prefixes are not looked up: every row is computed. The engine must be idle, and is idle again afterwards,
-    even after an error. Raises InputError for ids outside the vocabulary, CapacityError for a sequence longer than
+    (docs/determinism.md). Known prefixes are not looked up: every row is computed. The engine must be idle, and is idle again
+    afterwards, even after an error. Raises InputError for ids outside the vocabulary, CapacityError for a sequence longer than
     ``max_model_len`` + 1, and EngineError if a logarithm is not finite. tests/engine/test_token_scores.py compares it with the
     decoder.
     """

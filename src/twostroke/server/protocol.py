@@ -290,7 +290,8 @@ def scored_pairs(request: ScoreRequest) -> list[tuple[str, str]] | list[tuple[li
     longest = sum(map(len, texts)) + sum(map(len, prompts)) * (len(texts) // len(prompts))
     if longest > MAX_SCORED:
         raise bad_request(
-            f"texts with their prompts have {longest} characters or token ids; at most {MAX_SCORED} may share a request.", "text"
+            f"texts with their prompts have {longest} characters or token ids; at most {MAX_SCORED} may share a request.",
+            "text",
         )
     pairs: Any = list(zip(prompts * len(texts) if len(prompts) == 1 else prompts, texts, strict=True))
     return pairs  # type: ignore[no-any-return]
