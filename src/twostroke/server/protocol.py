@@ -294,7 +294,7 @@ def scored_pairs(request: ScoreRequest) -> list[tuple[str, str]] | list[tuple[li
             "text",
         )
     pairs: Any = list(zip(prompts * len(texts) if len(prompts) == 1 else prompts, texts, strict=True))
-    return pairs  # type: ignore[no-any-return]
+    return pairs
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):
