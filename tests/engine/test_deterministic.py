@@ -123,8 +123,10 @@ def same_bits(directory: Path, n_prompt: int = 270, **settings: Any) -> None:
         assert (again.tokens, again.logprobs) == (told.tokens, told.logprobs)
         assert core.stats().prefix_hit_tokens > hits
         n = n_prompt + 4  # a part of the answer is a prompt now, and only its end is scored
+        hits = core.stats().prefix_hit_tokens
         on = ask(core, prompt + told.tokens[:4], replace(DRAWN, max_tokens=1, prompt_logprobs_start=n - 20))
         assert on.prompt == [*told.prompt, *told.logprobs][n - 21 : n - 1]
+        assert core.stats().prefix_hit_tokens - hits == (n - 21) // page_tokens * page_tokens
 
 
 def in_formats(name: str, folder: Path, formats: Sequence[tuple[str, str]]) -> None:
