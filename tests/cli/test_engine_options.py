@@ -43,6 +43,7 @@ def test_words_of_settings_give_them_back() -> None:
         n_threads=3,
         lora_memory_bytes=2**29,
         speculate="ngram",
+        deterministic=True,
     )
     assert set(given.changed()) == set(OPTIONS)
     assert settings_of(words(given)) == given
@@ -54,9 +55,9 @@ def test_memory_is_given_in_gib() -> None:
 
 
 def test_every_verb_that_runs_the_engine_has_all_its_options() -> None:
-    from twostroke.cli import bench_verb, generate_verb, serve_verb
+    from twostroke.cli import bench_verb, generate_verb, score_verb, serve_verb
 
-    for app in (bench_verb.app, generate_verb.app, serve_verb.app):
+    for app in (bench_verb.app, generate_verb.app, score_verb.app, serve_verb.app):
         for command in app.registered_commands:
             shown = CliRunner().invoke(app, [*([command.name or ""] if len(app.registered_commands) > 1 else []), "--help"])
             assert all(str(setting.option) in shown.output for setting in OPTIONS.values()), command.name

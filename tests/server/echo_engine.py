@@ -129,7 +129,9 @@ class EchoEngine:
             scores = None
             if request.params.prompt_logprobs is not None and request.n_output == 1 and index == 0:
                 top = [(i, -1.0 - i) for i in range(request.params.prompt_logprobs)]
-                scores = [Logprob(-0.5 - i, top) for i in range(len(request.tokens) - 2)]
+                scores = [
+                    Logprob(-0.5 - i, top) for i in range(request.params.prompt_logprobs_start - 1, len(request.tokens) - 2)
+                ]
             events.append(Event(request_id, [token], logprobs, finish, index, scores))
             if finish:
                 del self.requests[request_id, index]

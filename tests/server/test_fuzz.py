@@ -13,8 +13,9 @@ from serving import Served
 
 from twostroke.server import protocol
 
-FIELDS = sorted({*protocol.CompletionRequest.__struct_fields__, *protocol.ChatRequest.__struct_fields__, *protocol.NEUTRAL})
-ROUTES = ("/v1/completions", "/v1/chat/completions")
+KINDS = (protocol.CompletionRequest, protocol.ChatRequest, protocol.ScoreRequest)
+FIELDS = sorted({*(name for kind in KINDS for name in kind.__struct_fields__), *protocol.NEUTRAL})
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/score")
 
 
 def any_value(rng: random.Random, depth: int = 0) -> Any:
@@ -31,7 +32,9 @@ def any_value(rng: random.Random, depth: int = 0) -> Any:
 def any_body(rng: random.Random, route: str) -> bytes:
     """A valid request with some fields replaced, then perhaps some bytes."""
     body: dict[str, Any] = {"model": "echo", "max_tokens": 3}
-    if route.endswith("chat/completions"):
+    if route.endswith("score"):
+        body = {"model": "echo", "text": "the fox"}
+    elif route.endswith("chat/completions"):
         body["messages"] = [{"role": "user", "content": "the fox"}]
     else:
         body["prompt"] = "the fox"

@@ -40,11 +40,16 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
 def words(settings: EngineSettings) -> list[str]:
     """The options that give ``settings``. A field without an option is left at its default."""
     given = ((SETTINGS[name], value) for name, value in settings.changed().items() if name in OPTIONS)
-    return [word for setting, v in given for word in (str(setting.option), str(v if setting.unit == 1 else v / setting.unit))]
+    return [word for setting, v in given for word in _words(setting, v)]
+
+
+def _words(setting: Setting, value: Any) -> tuple[str, ...]:
+    option = str(setting.option)
+    return (option,) if setting.switch else (option, str(value if setting.unit == 1 else value / setting.unit))
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    kind: type = str if setting.choices else int if setting.unit == 1 else float
+    kind: type = bool if setting.switch else str if setting.choices else int if setting.unit == 1 else float
     default = getattr(FROM_OPTIONS, name)
     least = 1 if kind is int else None  # a float's bounds depend on its unit: `_value` checks them
     option = typer.Option(default, str(setting.option), help=setting.help, min=least)

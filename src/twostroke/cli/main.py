@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "train": "Train a model by a TOML recipe.",
     "watch": "Serve a live page of a training run.",
     "eval": "Score a model on held-out text and on tasks.",
+    "score": "Log-probabilities of texts, as a server returns them.",
     "quantize": "Write a copy of a model with its matrices in fewer bits.",
     "export": "Write a model for other programs, adapters merged.",
     "generate": "Continue prompts on this machine, without a server.",

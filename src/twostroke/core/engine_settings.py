@@ -23,8 +23,8 @@ OFF, NGRAM, DRAFT = "off", "ngram", "draft:"
 
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
-    option (None: it has no option), how many of the field's units one of the option's is, the largest number, and how a value
-    may begin that goes on freely."""
+    option (None: it has no option), how many of the field's units one of the option's is, the largest number, how a value
+    may begin that goes on freely, and whether it is a switch that is true or false."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     unit: int = 1
     most: int = MAX_INTEGER
     begins: str | None = None
+    switch: bool = False
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -56,6 +57,10 @@ def _number(help: str, default: int | None = None, option: str | None = None, un
     return dataclasses.field(default=default, metadata={"setting": Setting(help, (), option, unit, most)})
 
 
+def _switch(help: str, option: str) -> Any:
+    return dataclasses.field(default=False, metadata={"setting": Setting(help, option=option, switch=True)})
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """``dtype`` auto: as a quantised directory is, else bf16 where the CPU has products of it (AVX-512 or newer), else fp32.
@@ -65,8 +70,9 @@ class EngineSettings:
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
     every core this process may use, and one alone for small steps. ``speculate`` ngram: drafts are repeats in the request's own
     text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
-    rows a step has; draft:DIR: drafts are a smaller model's with the same vocabulary. Raises ConfigError for a value out of
-    range.
+    rows a step has; draft:DIR: drafts are a smaller model's with the same vocabulary. ``deterministic``: the engine starts only
+    where each log-probability has the same bits in any batch, chunks, number of threads and prefix hit. Raises ConfigError for
+    a value out of range.
     """
 
     dtype: str = _choice("How weights are held", ASKED, "--dtype")
@@ -87,12 +93,18 @@ class EngineSettings:
     )
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
     speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF, DRAFT)
+    deterministic: bool = _switch(
+        "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
+    )
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if setting.choices:
+            if setting.switch:
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{name}={value!r} must be true or false.")
+            elif setting.choices:
                 if not setting.allows(value):
                     raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.named)}.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):

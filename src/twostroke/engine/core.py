@@ -42,7 +42,7 @@ from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.engine.verification import verify
 from twostroke.kernels.features import has_packed_linear
-from twostroke.kernels.native_library import library
+from twostroke.kernels.native_library import library, why_absent
 from twostroke.model.load import load_state
 from twostroke.model.published.registry import directory_holding
 from twostroke.planner.work.weights import weights_bytes
@@ -103,7 +103,7 @@ class EngineCore:
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
-        native = self.settings.runner == "native" or (self.settings.runner == "auto" and library() is not None)
+        native = _runs_natively(self.settings)
         head = None if self.settings.head_dtype == "auto" else self.settings.head_dtype
         # Packing takes longer than the rest of a start. With an earlier start's file the whole takes 0.05 to 0.10 s (135M).
         packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
@@ -277,7 +277,7 @@ class EngineCore:
         began = time.perf_counter()
         step = self.scheduler.schedule(None if self._drafter is None else self._drafter.propose)
         self._left = self.n_threads if self.settings.n_threads is not None else self._others.left(self.n_threads)
-        n_threads = self._threads_for(step)
+        n_threads = self.threads_for(step)
         if n_threads != self.n_threads:
             torch.set_num_threads(n_threads)  # for torch's operators, those of sampling and of the torch runner
         try:
@@ -336,7 +336,7 @@ class EngineCore:
         logits, n = self.compute(step, rows_of(step, wanted)), len(places) + sum(map(len, step.drafts.values()))
         known = self._runner.best_of(len(logits))
         largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
-        return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self._threads_for(step))
+        return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self.threads_for(step))
 
     def _event(
         self,
@@ -351,7 +351,7 @@ class EngineCore:
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows)."""
-        return self._runner.run(step, rows, self._threads_for(step))
+        return self._runner.run(step, rows, self.threads_for(step))
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor] | None:
         """The largest logit of each of the last step's first ``n`` rows and its token, where the runner looks for them."""
@@ -381,7 +381,7 @@ class EngineCore:
             counts.expert_load = self._runner.experts.ratio()
         return EngineStats(**vars(counts))
 
-    def _threads_for(self, step: ScheduledStep) -> int:
+    def threads_for(self, step: ScheduledStep) -> int:
         """One for a small step, and no more than there are processors that no other program takes for itself, unless the
         settings name a number. ``Crossovers`` has the measurements of small steps; threads that share a processor with another
         program hold up all others at every barrier."""
@@ -452,6 +452,18 @@ def _load(directory: Path, dtype: str) -> _Loaded:
         )
     spec, state = (load_state if expands else load_any_state)(directory)
     return _Loaded(directory, spec, state, weights, holding is not None)
+
+
+def _runs_natively(settings: EngineSettings) -> bool:
+    """Raises ConfigError if steps must be deterministic and would be torch's."""
+    native = settings.runner == "native" or (settings.runner == "auto" and library() is not None)
+    if settings.deterministic and not native:
+        remedy = why_absent() or "Use runner='native' or 'auto'."
+        raise ConfigError(
+            "deterministic needs the native library: the last bits of torch's products depend on the number of rows, so on "
+            f"what else is in the batch. {remedy}"
+        )
+    return native
 
 
 def _drafts(settings: EngineSettings, native: bool) -> bool:

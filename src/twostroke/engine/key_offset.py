@@ -25,17 +25,19 @@ def centre_keys(pool: TiledKVPool, scheduler: Scheduler, vocab_size: int, comput
     each time.
     """
     config, pages_of = scheduler.config, scheduler.pool
-    n = min(N_TOKENS, config.token_budget, config.max_model_len, config.n_pages * config.page_tokens)
+    n = min(N_TOKENS, config.max_model_len, config.n_pages * config.page_tokens)
     ids = torch.randint(0, vocab_size, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     request = Request("keys", ids, SamplingParams(max_tokens=1))
     pages = pages_of.allocate(-(-n // config.page_tokens))
     assert pages is not None, "an engine that has just been made has its pages"
     request.pages, request.slot = pages, 0
     try:
-        compute(ScheduledStep(0, [request], [n], [0], 0, [request], []))
+        for start in range(0, n, config.token_budget):  # the offset must not depend on how the tokens are cut into steps
+            compute(ScheduledStep(0, [request], [min(config.token_budget, n - start)], [start], 0, [request], []))
         for layer, offset in enumerate(pool.key_offset):
             keys, _ = pool.gather(layer, torch.tensor(pages), 1)  # (K, 1, S, D)
-            mean = keys[:, 0, :n].mean(dim=1)
+            # In fp64, where the order of the sum, which depends on torch's threads, does not reach a bit of the fp32 mean.
+            mean = keys[:, 0, :n].mean(dim=1, dtype=torch.float64).float()
             if bool(torch.isfinite(mean).all()):  # damaged weights are reported when they answer, not here
                 offset.copy_(mean)
     finally:

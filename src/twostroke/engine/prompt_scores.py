@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PromptScores:
-    """Log-probabilities of a prompt's tokens, from the second on, for each request that asks for them.
+    """Log-probabilities of a prompt's tokens, from ``prompt_logprobs_start`` on, for each request that asks for them.
 
     A token with 20 alternatives takes 2 kB in Python. Kept until the prompts are complete, those of 128 requests would take
     7 GB.
@@ -36,7 +36,8 @@ class PromptScores:
         for i in range(step.n_decodes, len(step.requests)):  # a decoding request has its prompt behind it
             request = step.requests[i]
             if request.params.prompt_logprobs is not None:
-                first = max(step.starts[i], self._n_scored.get(request.id, 0))
+                least = self._n_scored.get(request.id, request.params.prompt_logprobs_start - 1)
+                first = max(step.starts[i], least)
                 # The prompt's last row predicts the answer's first token, which is sampled and not scored.
                 end = min(step.starts[i] + step.counts[i], request.n_prompt - 1)
                 if first < end:

@@ -184,17 +184,26 @@ def logprobs_of(
     logits: Float[Tensor, "n V"], rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int], n_threads: int = 1
 ) -> list[TokenLogprobs]:
     """Log softmax of the raw logits, the model's own distribution: for each of ``rows`` its token's and the most probable."""
-    chosen = logits[list(rows), list(tokens)].double().numpy()
-    if library() is None:
-        normalisers, values, ids = plain_top(logits, rows, max(counts))
-    else:
-        normalisers, values, ids = native_sampling.top(logits, rows, max(counts), n_threads)
-    own = (chosen - normalisers).tolist()
-    best = (values - normalisers[:, None]).tolist()
+    own, values, ids = log_softmax_of(logits, rows, tokens, max(counts), n_threads)
     return [
         TokenLogprobs(logprob, list(zip(row_ids[:n], row_best[:n], strict=True)))
-        for logprob, row_ids, row_best, n in zip(own, ids.tolist(), best, counts, strict=True)
+        for logprob, row_ids, row_best, n in zip(own.tolist(), ids.tolist(), values.tolist(), counts, strict=True)
     ]
+
+
+def log_softmax_of(
+    logits: Float[Tensor, "n V"], rows: Sequence[int], tokens: Sequence[int], k: int, n_threads: int = 1
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Of each of ``rows``: ln p of its one of ``tokens`` (n,), of its ``k`` most probable tokens (n, k), and these (n, k).
+
+    Answers, scored prompts and evaluation all take it, so they have the same bits of the same row.
+    """
+    chosen = logits[list(rows), list(tokens)].double().numpy()
+    if library() is None:
+        normalisers, values, ids = plain_top(logits, rows, k)
+    else:
+        normalisers, values, ids = native_sampling.top(logits, rows, k, n_threads)
+    return chosen - normalisers, values - normalisers[:, None], ids
 
 
 def plain_top(

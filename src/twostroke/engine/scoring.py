@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from twostroke.core.errors import CapacityError, EngineError, InputError
 from twostroke.core.policy import scored_rows
 from twostroke.engine.core import EngineCore
+from twostroke.engine.sampler import log_softmax_of
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep
 
-TokenScores = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
+TokenScores = tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]
 """−ln p of each scored token, and whether it was the most probable one."""
 
 
@@ -30,7 +31,7 @@ class _Open:
     request: Request
     first_row: int
     targets: npt.NDArray[np.int64]
-    nats: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    nats: list[npt.NDArray[np.float64]] = field(default_factory=list)
     greedy: list[npt.NDArray[np.bool_]] = field(default_factory=list)
 
     @property
@@ -44,9 +45,10 @@ def token_scores(
 ) -> list[TokenScores]:
     """For each (ids, first) the scores of ``ids[first:]``, each token given all before it. ``first`` is at least 1.
 
-    Sequences run together in steps of the engine's token budget, as prompts do, so int8 products round activations as they do
-    in serving. Known prefixes are not looked up: every row is computed. The engine must be idle, and is idle again afterwards,
-    even after an error. Raises InputError for ids outside the vocabulary, CapacityError for a sequence longer than
+    Sequences run together in steps of the engine's token budget, as prompts do. With the native runner the scores are, bit for
+    bit, the log-probabilities that any engine with the same weights, formats and instruction set reports for these tokens
+    (docs/determinism.md). Known prefixes are not looked up: every row is computed. The engine must be idle, and is idle again
+    afterwards, even after an error. Raises InputError for ids outside the vocabulary, CapacityError for a sequence longer than
     ``max_model_len`` + 1, and EngineError if a logarithm is not finite. tests/engine/test_token_scores.py compares it with the
     decoder.
     """
@@ -110,11 +112,8 @@ def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], bud
     begins = np.cumsum([0, *counts[:-1]])
     wanted = [np.arange(max(o.first_row, s), s + n) for o, s, n in zip(taken, starts, counts, strict=True)]
     rows = np.concatenate([w - s + b for w, s, b in zip(wanted, starts, begins, strict=True)])
-    logits = engine.compute(step, torch.from_numpy(rows))
     targets = np.concatenate([o.targets[w] for o, w in zip(taken, wanted, strict=True)])
-    nats, greedy = scores_of(logits, torch.from_numpy(targets)) if len(targets) else _empty()
-    if not np.isfinite(nats).all():
-        raise EngineError("the model's output was not finite. The weights may be damaged.")
+    nats, greedy = _scores(engine, step, rows, targets)
     at = 0
     for o, w, n in zip(taken, wanted, counts, strict=True):
         o.nats.append(nats[at : at + len(w)])
@@ -124,14 +123,23 @@ def _run(engine: EngineCore, running: Sequence[_Open], grown: list[Request], bud
     return sum(counts)
 
 
-def scores_of(logits: Tensor, targets: Tensor) -> TokenScores:
-    """The scores of ``targets`` (n,) by fp32 ``logits`` (n, V)."""
-    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    return nats.cpu().numpy(), (logits.argmax(dim=-1) == targets).cpu().numpy()
+def _scores(
+    engine: EngineCore, step: ScheduledStep, rows: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Compute ``step``, and score ``targets`` by its ``rows``."""
+    logits, n = engine.compute(step, torch.from_numpy(rows)), len(rows)
+    if n == 0:
+        return _empty()
+    largest, best = engine.best_of(n) or logits.max(dim=1)
+    finite = bool(torch.isfinite(largest).all())  # ``log_softmax_of`` takes no NaN
+    logprobs = log_softmax_of(logits, range(n), targets.tolist(), 0, engine.threads_for(step))[0] if finite else None
+    if logprobs is None or not np.isfinite(logprobs).all():
+        raise EngineError("the model's output was not finite. The weights may be damaged.")
+    return -logprobs, best.numpy() == targets
 
 
-def _empty() -> TokenScores:
-    return np.empty(0, np.float32), np.empty(0, np.bool_)
+def _empty() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    return np.empty(0), np.empty(0, np.bool_)
 
 
 def check_ids(ids: Sequence[int], first: int, n_vocabulary: int) -> None:

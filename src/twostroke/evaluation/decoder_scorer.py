@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.policy import SCORED_TOKENS_PER_PASS
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
-from twostroke.engine.scoring import TokenScores, check_ids, scores_of
+from twostroke.engine.scoring import TokenScores, check_ids
 from twostroke.evaluation.decoder_pass import in_eval_mode, score_rows
 from twostroke.evaluation.scorer import Progress
 from twostroke.model.decoder import Decoder
@@ -100,7 +101,7 @@ class DecoderScorer:
         rows = np.repeat(np.arange(len(batch)), counts)
         columns = np.concatenate([np.arange(first - 1, len(ids) - 1) for ids, first in batch])
         targets = np.concatenate([np.asarray(ids[first:], np.int64) for ids, first in batch])
-        parts = score_rows(scores_of, self.decoder, hidden, (rows, columns), targets)
+        parts = score_rows(_scores_of, self.decoder, hidden, (rows, columns), targets)
         nats, greedy = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         if not np.isfinite(nats).all():
             raise TwostrokeError("the model's output was not finite. The weights may be damaged.")
@@ -113,3 +114,9 @@ class DecoderScorer:
             raise InputError(
                 f"a sequence of {len(ids)} tokens is longer than the model's max_positions={self.longest} + 1. Cut it."
             )
+
+
+def _scores_of(logits: Tensor, targets: Tensor) -> TokenScores:
+    """The scores of ``targets`` (n,) by fp32 ``logits`` (n, V)."""
+    nats = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return nats.cpu().numpy(), (logits.argmax(dim=-1) == targets).cpu().numpy()

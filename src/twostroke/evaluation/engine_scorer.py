@@ -1,9 +1,13 @@
-"""Scores with the inference engine, so with the same quantised products as a server of the same directory."""
+"""Scores with the inference engine: the lowered plan, cache and products of a server of the same directory.
+
+With the native library the scores are its log-probabilities to the last bit (docs/determinism.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -30,8 +34,9 @@ class EngineScorer:
         self.formats = _formats(llm)
 
     @classmethod
-    def load(cls, directory: Path, dtype: str = "auto", head_dtype: str = "auto", kv_dtype: str = "auto") -> EngineScorer:
-        return cls(LLM(directory, dtype=dtype, head_dtype=head_dtype, kv_dtype=kv_dtype))
+    def load(cls, directory: Path, dtype: str = "auto", **settings: Any) -> EngineScorer:
+        """``settings`` are fields of ``EngineSettings``: a server's own, for the very numbers that it answers."""
+        return cls(LLM(directory, dtype=dtype, **settings))
 
     def token_scores(
         self, sequences: Sequence[tuple[Sequence[int], int]], progress: Progress | None = None

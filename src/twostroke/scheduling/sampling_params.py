@@ -43,7 +43,8 @@ class SamplingParams:
     ``seed`` fixes the request's own random stream: its i-th token is drawn with the i-th number of that stream, whatever else
     is in the batch. Without one the engine draws a seed. ``logprobs=n`` reports the natural logarithm of the probability of the
     chosen token and of the n most probable ones, before bias, penalties, temperature and filters. ``prompt_logprobs=n`` reports
-    the same for each token of the prompt but the first.
+    the same for each token of the prompt from the ``prompt_logprobs_start``-th on, counted from 0; nothing predicts the first.
+    Tokens before are found in the prefix cache.
 
     ``include_stop_str_in_output`` leaves the stop string, or the token, that ended the text in it. ``skip_special_tokens``
     leaves special tokens out of the text.
@@ -71,6 +72,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -102,6 +104,7 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.prompt_logprobs is not None:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs_start", self.prompt_logprobs_start, 1, 2**31)
         _integer("n", self.n, 1, MAX_N)
 
     def _check_length(self) -> None:

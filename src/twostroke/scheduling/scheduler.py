@@ -507,8 +507,10 @@ class Scheduler:
         n_needed = self._pages_for(self._tokens_to_hold(request))
         self._hash_full_pages(request)
         # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
-        # logits of its prompt computes all of it. Only whole pages are shared.
-        max_hits = 0 if request.params.prompt_logprobs is not None else (n_known - 1) // c.page_tokens
+        # scores of its prompt computes each token that predicts one. Only whole pages are shared.
+        scored = request.params.prompt_logprobs is not None
+        n_unread = min(n_known, request.params.prompt_logprobs_start) if scored else n_known
+        max_hits = (n_unread - 1) // c.page_tokens
         hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, max_hits)
         n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
         margin = self.n_running  # one page for the next token of each, so that admission does not cause a preemption at once

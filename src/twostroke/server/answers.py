@@ -5,6 +5,7 @@ A whole answer may be tens of megabytes. It is encoded slice by slice, with turn
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from twostroke.server import protocol, responses, wire
 from twostroke.server.errors import ApiError
-from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, finite, prompt_logprobs
 from twostroke.server.service import Choice, Generation, Service, TextDelta
 from twostroke.server.turns import LoopTurns
 
@@ -149,7 +150,35 @@ class ChatAnswer:
             yield [[entry for logprobs in made if logprobs is not None for entry in logprobs.content]]
 
 
-Answer = CompletionAnswer | ChatAnswer
+class ScoreAnswer:
+    """Turns the scores of prompts into ``responses.Scores``. It is never streamed."""
+
+    def __init__(self, service: Service, generation: Generation) -> None:
+        self.generation = generation
+        self._text = service.text
+        self._building = service.building
+
+    async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
+        g = self.generation
+        parts: list[bytes] = []
+        for choice in g.choices:
+            scored = list(zip(choice.prompt.ids[choice.prompt.first :], choice.scores, strict=True))
+            lists: list[Any] = await _json_lists(self._columns(scored), 3, self._building)
+            total = math.fsum(finite(entry.logprob) for _, entry in scored)
+            greedy = all(entry.top[0][0] == token for token, entry in scored)
+            parts += [b",", ENCODER.encode(responses.Score(choice.index, total, greedy, *lists))]
+        document = responses.Scores(g.id, g.created, g.model, [], g.usage)
+        return _whole(ENCODER.encode(document), parts[1:], b"data")
+
+    def _columns(self, scored: Sequence[tuple[int, wire.TokenLogprobs]]) -> Iterator[Sequence[Sequence[Any]]]:
+        """Ids, texts and log-probabilities of the tokens, slice by slice."""
+        for part in _slices(len(scored), 1):
+            ids = [token for token, _ in scored[part]]
+            yield ids, [self._text.token_text(i) for i in ids], [finite(entry.logprob) for _, entry in scored[part]]
+
+
+Streamed = CompletionAnswer | ChatAnswer
+Answer = Streamed | ScoreAnswer
 
 
 async def whole_answer(answer: Answer) -> list[bytes]:
@@ -194,15 +223,15 @@ def _with_prompt_scores(made: bytes, scores: bytes) -> list[bytes]:
     return [made[:-1] + b',"prompt_logprobs":', scores, b"}"]
 
 
-def _whole(document: bytes, choices: list[bytes]) -> list[bytes]:
-    """``document``, which was encoded without choices, with ``choices``. The marker that is searched for cannot stand in a
-    model's name, because quotes are escaped there."""
-    head, _, tail = document.partition(b'"choices":[]')
-    parts = [head + b'"choices":[', *choices, b"]" + tail]
+def _whole(document: bytes, items: list[bytes], name: bytes = b"choices") -> list[bytes]:
+    """``document``, in which the list ``name`` was encoded empty, with ``items`` in it. The marker that is searched for cannot
+    stand in a model's name, because quotes are escaped there."""
+    head, _, tail = document.partition(b'"' + name + b'":[]')
+    parts = [head + b'"' + name + b'":[', *items, b"]" + tail]
     return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 
 
-async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
+async def answer_events(answer: Streamed) -> AsyncIterator[bytes]:
     """Server-sent events of a whole stream. An error after the first event becomes the last event."""
     begun = False
     try:
@@ -224,7 +253,7 @@ def _event(message: Any) -> bytes:
     return b"data: " + ENCODER.encode(message) + b"\n\n"
 
 
-def _chunk_usage(answer: Answer) -> Any:
+def _chunk_usage(answer: Streamed) -> Any:
     if answer.continuous_usage:
         return answer.generation.usage
     return None if answer.include_usage else msgspec.UNSET

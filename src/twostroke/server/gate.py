@@ -21,7 +21,7 @@ log = logging.getLogger("twostroke.server")
 MAX_BODY_BYTES = 2 * 2**20
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Routes that need no key, for the probes of a service manager. They tell nothing but a state."""
-ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/score", "/score"})
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
 ROUTES = ANSWER_ROUTES | ADAPTER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp
 
 from twostroke.core.version import __version__
 from twostroke.server import protocol
-from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer
+from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer, ScoreAnswer
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
 from twostroke.server.openapi import adapter_route, answer_route, describe, errors
 from twostroke.server.service import Service
-from twostroke.server.transfer import read_body, respond
+from twostroke.server.transfer import read_body, respond, respond_streaming
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -62,14 +62,20 @@ def make_app(service: Service) -> ASGIApp:
         client = _client_of(service, request)
         parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), client)
         answer = CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
-        return await respond(request, answer, bool(parsed.stream), service.outgoing)
+        return await (respond_streaming(request, answer) if parsed.stream else respond(request, answer, service.outgoing))
 
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
         client = _client_of(service, request)
         parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), client)
         answer = ChatAnswer(service, await service.chat(parsed, started, client), parsed)
-        return await respond(request, answer, bool(parsed.stream), service.outgoing)
+        return await (respond_streaming(request, answer) if parsed.stream else respond(request, answer, service.outgoing))
+
+    async def score(request: Request) -> Response:
+        started = time.perf_counter()
+        client = _client_of(service, request)
+        parsed = await service.parse(protocol.parse_score, await read_body(request, service.incoming), client)
+        return await respond(request, ScoreAnswer(service, await service.score(parsed, started, client)), service.outgoing)
 
     async def load_adapter(request: Request) -> Response:
         asked = protocol.parse_adapter(await read_body(request, service.incoming), protocol.LoadAdapter)
@@ -85,9 +91,11 @@ def make_app(service: Service) -> ASGIApp:
     kinds = {
         "/v1/completions": (completions, protocol.CompletionRequest),
         "/v1/chat/completions": (chat_completions, protocol.ChatRequest),
+        "/v1/score": (score, protocol.ScoreRequest),
     }
     for path, (route, _) in kinds.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
+    app.add_route("/score", score, methods=["POST"], include_in_schema=False)  # the route's other name in vLLM
     changes = {
         "/v1/load_lora_adapter": (load_adapter, protocol.LoadAdapter),
         "/v1/unload_lora_adapter": (unload_adapter, protocol.UnloadAdapter),

@@ -47,12 +47,12 @@ class CompletionLogprobs:
             lists.token_logprobs.append(None)
             lists.top_logprobs.append(None)
             return
-        lists.token_logprobs.append(_finite(entry.logprob))
+        lists.token_logprobs.append(finite(entry.logprob))
         top: dict[str, float] = {}
         for other, logprob in entry.top[:n_top]:
-            top.setdefault(_shown(self._text.token_bytes(other)), _finite(logprob))
+            top.setdefault(_shown(self._text.token_bytes(other)), finite(logprob))
         if n_top:
-            top.setdefault(shown, _finite(entry.logprob))
+            top.setdefault(shown, finite(entry.logprob))
         lists.top_logprobs.append(top)
 
 
@@ -64,7 +64,7 @@ def chat_logprobs(
 
     def one(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         raw = text.token_bytes(token_id)
-        return raw.decode(errors="replace"), _finite(logprob), list(raw)
+        return raw.decode(errors="replace"), finite(logprob), list(raw)
 
     return responses.ChatLogprobs(
         [
@@ -88,11 +88,11 @@ def prompt_logprobs(
             found.append(None)
             continue
         table = {
-            other: responses.PromptLogprob(_finite(logprob), rank, text.token_text(other))
+            other: responses.PromptLogprob(finite(logprob), rank, text.token_text(other))
             for rank, (other, logprob) in enumerate(entry.top[:n_top], 1)
         }
         if token not in table:
-            table[token] = responses.PromptLogprob(_finite(entry.logprob), None, text.token_text(token))
+            table[token] = responses.PromptLogprob(finite(entry.logprob), None, text.token_text(token))
         found.append(table)
     return found
 
@@ -104,6 +104,6 @@ def _shown(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """JSON has no −∞; OpenAI writes −9999 for a token that cannot come."""
     return max(logprob, -9999.0)

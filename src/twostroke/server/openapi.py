@@ -59,20 +59,22 @@ def answer_route(kind: Any, names: Sequence[str]) -> dict[str, Any]:
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     body = _inline(schema, components)
     body["properties"]["model"]["enum"] = list(names)
-    body["allOf"] = [
-        _if_given("stream_options", {"stream": {"const": True}}),
-        _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
-    ]
-    # In OpenAPI before 3.2 the schema of a stream describes each event.
-    event: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    event["description"] = "With stream=true: an event. The last one's data is [DONE]."
-    answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": event}}
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if "stream" in body["properties"]:
+        body["allOf"] = [
+            _if_given("stream_options", {"stream": {"const": True}}),
+            _if_given("prompt_logprobs", {"stream": {"enum": [False, None]}}, required=False),
+        ]
+        # In OpenAPI before 3.2 the schema of a stream describes each event.
+        event: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        event["description"] = "With stream=true: an event. The last one's data is [DONE]."
+        answers["text/event-stream"] = {"schema": event}
     refusals = errors(400, 404, 408, 413, 415, 429, 500, 503)
     return {
         "summary": (kind.__doc__ or "").partition("\n")[0],
         "operationId": kind.__name__,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "The answer, whole or as a stream.", "content": answers}}
+        "responses": {"200": {"description": "The answer.", "content": answers}}
         | {str(status): refusal for status, refusal in refusals.items()},
     }
 

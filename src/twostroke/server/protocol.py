@@ -77,6 +77,8 @@ BOOKKEEPING = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_
 """Labels for OpenAI's own records; they never change an output."""
 
 MAX_PROMPTS = 64
+MAX_SCORED = 2**21
+"""As many characters as a body may have: one prompt for all texts is computed, and counts, beside each."""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86_400
 DEFAULT_MAX_TOKENS = 16
@@ -246,6 +248,55 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+class ScoreRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /v1/score`` and ``/score``: log-probabilities of the tokens of ``text``, given ``prompt`` before it.
+
+    ``text`` is a text, a list of texts, token ids, or a list of token id lists; ``prompt`` is of the same kind, one for all or
+    one for each. A text without a prompt follows the token that begins a text. Nothing predicts the first of token ids without
+    a prompt, so it is not scored."""
+
+    model: str
+    text: str | list[Any]  # a list is one that `_prompt_list` accepts
+    prompt: str | list[Any] | None = None
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+
+    def as_completion(self) -> CompletionRequest:
+        """What the engine is asked for: the prompt's scores, and no token."""
+        return CompletionRequest(
+            model=self.model, prompt="", temperature=0.0, max_tokens=0, prompt_logprobs=1, priority=self.priority,
+            timeout_s=self.timeout_s,
+        )  # fmt: skip
+
+
+def parse_score(body: bytes) -> ScoreRequest:
+    request: ScoreRequest = _parse(body, ScoreRequest, frozenset(NEUTRAL))
+    return request
+
+
+def scored_pairs(request: ScoreRequest) -> list[tuple[str, str]] | list[tuple[list[int], list[int]]]:
+    """(prompt, text) of each text, both texts or both token ids. Raises ApiError 400."""
+    texts = _items(request.text, "text")
+    kind = str if isinstance(texts[0], str) else list
+    nothing: Any = "" if kind is str else []
+    prompts = [nothing] if request.prompt is None else _items(request.prompt, "prompt")
+    if len(prompts) not in (1, len(texts)):
+        raise bad_request(f"{len(prompts)} prompts for {len(texts)} texts. Give one for all, or one for each.", "prompt")
+    if not isinstance(prompts[0], kind):
+        raise bad_request("prompt and text must both be texts, or both token ids.", "prompt")
+    for text in texts:
+        if not text:
+            raise bad_request("text holds nothing to score.", "text")
+    longest = sum(map(len, texts)) + sum(map(len, prompts)) * (len(texts) // len(prompts))
+    if longest > MAX_SCORED:
+        raise bad_request(
+            f"texts with their prompts have {longest} characters or token ids; at most {MAX_SCORED} may share a request.",
+            "text",
+        )
+    pairs: Any = list(zip(prompts * len(texts) if len(prompts) == 1 else prompts, texts, strict=True))
+    return pairs
+
+
 class LoadAdapter(Struct, forbid_unknown_fields=True):
     """Serve the adapter in the server's directory ``lora_path`` as the model ``lora_name``."""
 
@@ -350,21 +401,23 @@ def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
                 f"{_shown(name)} is not a known field. {_nearest(name, candidates)}".strip(), name[:64], "unknown_field"
             )
         del table[name]
-    prompts: list[Any] | None = None
-    if "prompt" in table:
-        if _first(table["prompt"]) == b"n":
-            raise bad_request("prompt must be given.", "prompt")
-        if _first(table["prompt"]) == b"[":
-            prompts = _prompt_list(table["prompt"])
-            table["prompt"] = msgspec.Raw(b'""')
+    lists: dict[str, list[Any]] = {}
+    for name in ("prompt", "text"):
+        if name not in table:
+            continue
+        if _first(table[name]) == b"n" and kind is CompletionRequest:
+            raise bad_request(f"{name} must be given.", name)
+        if _first(table[name]) == b"[":
+            lists[name] = _prompt_list(table[name], name)
+            table[name] = msgspec.Raw(b'""')
     try:
         request = msgspec.json.decode(msgspec.json.encode(table), type=kind)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     except RecursionError:
         raise bad_request("the request body is nested too deeply.", code="invalid_json") from None
-    if prompts is not None:
-        request.prompt = prompts
+    for name, items in lists.items():
+        setattr(request, name, items)
     return request
 
 
@@ -382,25 +435,25 @@ def _small(value: msgspec.Raw | None) -> Any:
     return bytes(memoryview(value)[:_MOST_NEUTRAL_BYTES]).decode(errors="replace")
 
 
-def _prompt_list(value: msgspec.Raw) -> list[Any]:
+def _prompt_list(value: msgspec.Raw, name: str = "prompt") -> list[Any]:
     """Decode a list of texts, of token ids, or of lists of token ids. The first item tells which, and all must be alike."""
     raw = memoryview(value)
     begin = re.match(rb"\[\s*(.)", raw, re.DOTALL)
     first = begin[1] if begin else b""
     kind: Any = {b'"': list[str], b"[": list[list[int]]}.get(first, list[int])
     if first == b"[" and (n := bytes(raw).count(b"[") - 1) > MAX_PROMPTS:
-        raise _too_many_prompts(n)
+        raise _too_many_prompts(n, name)
     try:
         found: list[Any] = msgspec.json.decode(value, type=kind)
     except (msgspec.ValidationError, RecursionError):
         raise bad_request(
-            "prompt must be a text, a list of texts, a list of token ids, or a list of token id lists.", "prompt"
+            f"{name} must be a text, a list of texts, a list of token ids, or a list of token id lists.", name
         ) from None
     return found
 
 
-def _too_many_prompts(n: int) -> ApiError:
-    return bad_request(f"prompt holds {n} prompts; at most {MAX_PROMPTS} may share a request.", "prompt")
+def _too_many_prompts(n: int, name: str) -> ApiError:
+    return bad_request(f"{name} holds {n} {name}s; at most {MAX_PROMPTS} may share a request.", name)
 
 
 def _json_fault(body: bytes, error: Exception) -> str:
@@ -459,15 +512,19 @@ def _field_error(sentence: str) -> ApiError:
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """The prompts of one request, each a text or token ids. Raises ApiError 400."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad_request("prompt is an empty list.", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise _too_many_prompts(len(prompt))
-    if not all(isinstance(item, str) or item for item in prompt):
-        raise bad_request("prompt holds an empty list of token ids.", "prompt")
-    return prompt
+    return _items(request.prompt, "prompt")
+
+
+def _items(given: str | list[Any], name: str) -> list[str | list[int]]:
+    """The texts or lists of token ids that the field ``name`` holds. Raises ApiError 400."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise bad_request(f"{name} is an empty list.", name)
+    if isinstance(given[0], int):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise _too_many_prompts(len(given), name)
+    if not all(isinstance(item, str) or item for item in given):
+        raise bad_request(f"{name} holds an empty list of token ids.", name)
+    return given

@@ -31,6 +31,29 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each token of a prompt its scores by token id, and null for the first, which nothing predicts."""
 
 
+class Score(Struct):
+    """Of one text: the sum of its tokens' log-probabilities, whether greedy decoding would write it, and each token's."""
+
+    index: int
+    score: float
+    is_greedy: bool
+    token_ids: list[int]
+    tokens: list[str]
+    token_logprobs: list[float]
+    object: str = "score"
+
+
+class Scores(Struct):
+    """The shape of vLLM's answer to a score request, with more in each score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    object: str = "list"
+
+
 class CompletionChoice(Struct):
     index: int
     text: str

@@ -6,13 +6,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
+
+from msgspec import Struct
 
 from twostroke.core.adapter_names import check_adapter_name
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.core.spec import ModelSpec
+from twostroke.data.pairs import PairEncoder
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, responses, wire
@@ -24,7 +27,7 @@ from twostroke.server.served import Answer, Served
 from twostroke.server.text import ModelText, tokenizer_failed
 from twostroke.server.turns import LoopTurns, Turns
 
-R = TypeVar("R", bound=protocol.CommonRequest)
+R = TypeVar("R", bound=Struct)
 
 LARGE_BODY_BYTES = 64 * 2**10
 """A larger body is parsed in a thread, one body at a time: 2 MB of token ids take 30 ms. The thread holds the interpreter for
@@ -48,18 +51,20 @@ class TextDelta:
 
 @dataclass
 class Prompt:
-    """One prompt of a request. If the answer repeats it: its ``text``, and the ``offsets`` at which its tokens begin there."""
+    """One prompt of a request. If the answer repeats it: its ``text``, and the ``offsets`` at which its tokens begin there.
+    ``first``: of its tokens the first that is scored, if the request asks for scores."""
 
     ids: list[int]
     text: str = ""
     offsets: list[int] = field(default_factory=list)
+    first: int = 1
 
 
 @dataclass
 class Choice:
     """One answer to one prompt while the engine computes it. ``silent``: the request asks about its prompt alone, and no token
-    of the answer is shown. ``scores``: those of the prompt's tokens from the second on, if asked for. They are complete when
-    the first token of the answer comes."""
+    of the answer is shown. ``scores``: those of the prompt's tokens from ``prompt.first`` on, if asked for. They are complete
+    when the first token of the answer comes."""
 
     index: int
     stream: TokenStream
@@ -143,6 +148,9 @@ class Service:
     served: Served = field(default_factory=Served)
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
+
+    def __post_init__(self) -> None:
+        self._pairs = PairEncoder(self.text.tokenizer, self.spec.eos_token_ids, self.spec.bos_token_id)
 
     @property
     def ready(self) -> bool:
@@ -254,6 +262,37 @@ class Service:
             raise
         return generation
 
+    async def score(self, request: protocol.ScoreRequest, started: float, client: str = "") -> Generation:
+        """Hand every text of the request to the engine, to be scored. Raises ApiError, after which the engine holds none."""
+        self.require_model(request.model)
+        pairs, completion = protocol.scored_pairs(request), request.as_completion()
+        generation = Generation(self, "score", completion, len(pairs), started, client)
+        try:
+            sequences = await self._split(pairs, client)
+            _require_few(2 * sum(len(ids) - first for ids, first in sequences))
+            for ids, first in sequences:
+                self._room(len(ids), None, "text")
+                params = completion.sampling(1, None, completion.prompt_logprobs)
+                generation.submit(Prompt(ids, first=first), replace(params, prompt_logprobs_start=first), silent=True)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def _split(
+        self, pairs: list[tuple[str, str]] | list[tuple[list[int], list[int]]], client: str
+    ) -> list[tuple[list[int], int]]:
+        """(ids, first one that is scored) of each (prompt, text)."""
+        texts, sequences = [], []
+        for prompt, text in pairs:
+            if isinstance(prompt, str) and isinstance(text, str):  # what cannot fit is refused before it is tokenised
+                self._room(self.text.fewest_tokens.of(prompt + text), None, "text", at_least=True)
+                texts.append((prompt, text))
+            elif isinstance(prompt, list) and isinstance(text, list):
+                self._room(len(prompt) + len(text), None, "text")
+                sequences.append((self._checked([*prompt, *text], "text"), max(1, len(prompt))))
+        return sequences or await self.text.split(self._pairs, texts, client)
+
     async def _encode(
         self, texts: list[str], request: protocol.CommonRequest, special: bool, param: str, client: str
     ) -> list[list[int]]:
@@ -272,12 +311,12 @@ class Service:
             if most >= size:
                 raise bad_request(f"{name} names token {most}; ids are from 0 to {size - 1}.", name)
 
-    def _checked(self, ids: list[int]) -> list[int]:
+    def _checked(self, ids: list[int], param: str = "prompt") -> list[int]:
         """``ids``, which are not empty. Raises ApiError 400 for one outside the vocabulary."""
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < self.spec.vocab_size:
                 shown = f"token id {bad}" if abs(bad) < 2**64 else "a token id of over 64 bits"
-                raise bad_request(f"prompt holds {shown}; ids are from 0 to {self.spec.vocab_size - 1}.", "prompt")
+                raise bad_request(f"{param} holds {shown}; ids are from 0 to {self.spec.vocab_size - 1}.", param)
         return ids
 
     def _room(self, n: int, asked: int | None, param: str, at_least: bool = False) -> int:
@@ -329,7 +368,7 @@ class Generation:
         self.created = int(time.time())
         self.prompt_tokens = 0
         self.choices: list[Choice] = []
-        self._param = "prompt" if prefix == "cmpl" else "messages"
+        self._param = {"cmpl": "prompt", "score": "text"}.get(prefix, "messages")
         self._service = service
         self._n_prompts = n_prompts
         self._n_places = n_prompts * n

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twostroke.core.errors import InputError
 from twostroke.data.chat import ChatTemplate, read_chat_template
 from twostroke.data.fewest_tokens import FewestTokens
+from twostroke.data.pairs import PairEncoder
 from twostroke.data.tokenizer import library_error, load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.server.errors import ApiError, bad_request
 from twostroke.server.turns import Turns
+
+R = TypeVar("R")
 
 SHORT_TEXT = 1_000
 """Texts of at most so many characters are tokenised on the event loop: that takes 0.4 ms, and a thread's turn 0.1 or more."""
@@ -50,20 +53,33 @@ class ModelText:
         """Token ids of each text. If ``special``, with the tokens that the tokenizer itself puts in front and behind.
 
         A thread helps, because the tokenizers library releases the interpreter. Raises ApiError 400."""
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise bad_request(f"{param} holds half of a surrogate pair, which is not a character.", param) from None
-        size = sum(map(len, texts))
-        if size <= SHORT_TEXT:
-            found = self._encode(texts, special)
-        else:
-            turns = self._tokenising_long if size > LONG_TEXT else self._tokenising
-            found = await turns.run(client, lambda: self._encode(texts, special))
+        _require_characters(texts, param)
+        found = await self._tokenise(texts, lambda: self._encode(texts, special), client)
         if not all(found):
             raise bad_request(f"{param} is empty: it has no token to continue from.", param)
         return found
+
+    async def split(
+        self, encoder: PairEncoder, pairs: Sequence[tuple[str, str]], client: str = ""
+    ) -> list[tuple[list[int], int]]:
+        """``encoder.split`` of each (prompt, text). Raises ApiError 400 and 500."""
+
+        def all_of_them() -> list[tuple[list[int], int]]:
+            try:
+                return [encoder.split(*pair) for pair in pairs]
+            except BaseException as error:
+                raise tokenizer_failed(error) from None
+
+        for name, texts in zip(("prompt", "text"), zip(*pairs, strict=True), strict=True):
+            _require_characters(texts, name)
+        return await self._tokenise([text for pair in pairs for text in pair], all_of_them, client)
+
+    async def _tokenise(self, texts: Sequence[str], work: Callable[[], R], client: str) -> R:
+        """The outcome of ``work``, which tokenises ``texts``: at once, or if they are long in a thread."""
+        size = sum(map(len, texts))
+        if size <= SHORT_TEXT:
+            return work()
+        return await (self._tokenising_long if size > LONG_TEXT else self._tokenising).run(client, work)
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """By ``encode_batch_fast``, because ``encode`` holds the interpreter, for which every other thread waits."""
@@ -137,6 +153,14 @@ class ModelText:
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return str(token).replace("▁", " ").encode()
+
+
+def _require_characters(texts: Iterable[str], param: str) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise bad_request(f"{param} holds half of a surrogate pair, which is not a character.", param) from None
 
 
 def tokenizer_failed(error: BaseException) -> ApiError:

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import ByteBudget
-from twostroke.server.answers import Answer, answer_events, whole_answer
+from twostroke.server.answers import Answer, Streamed, answer_events, whole_answer
 from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
@@ -64,16 +64,24 @@ def while_open(scope: Scope) -> contextlib.AbstractContextManager[None]:
     return found
 
 
-async def respond(request: Request, answer: Answer, stream: bool, outgoing: ByteBudget) -> Response:
-    """The HTTP response of one generation. Whatever happens, the generation is closed, when all is sent or on an error."""
+async def respond(request: Request, answer: Answer, outgoing: ByteBudget) -> Response:
+    """The whole answer of one generation. Whatever happens, the generation is closed, when all is sent or on an error."""
+    generation = answer.generation
+    try:
+        with while_open(request.scope):
+            body = await whole_answer(answer)
+        generation.finish()  # its answers are in ``body``; its places stay taken until that is sent
+        return WholeAnswer(body, generation.close, outgoing)
+    except BaseException:
+        generation.close()
+        raise
+
+
+async def respond_streaming(request: Request, answer: Streamed) -> Response:
+    """The same as events."""
     generation = answer.generation
     events = answer_events(answer)
     try:
-        if not stream:
-            with while_open(request.scope):
-                body = await whole_answer(answer)
-            generation.finish()  # its answers are in ``body``; its places stay taken until that is sent
-            return WholeAnswer(body, generation.close, outgoing)
         # The first event comes before the headers, so that a request that the engine refuses gets an error's status.
         with while_open(request.scope):
             first = await anext(events)

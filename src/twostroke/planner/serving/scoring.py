@@ -14,9 +14,10 @@ from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.torch_runner import TorchRunner
 from twostroke.planner.work.component import total_seconds
 
-LOGIT_BYTES = 16.0
-"""What a logit in fp32 moves while it is scored: read and written by the logarithm of the softmax, read to look its token up,
-and read to find the largest."""
+LOGIT_BYTES = 4.0
+"""What a logit in fp32 moves while the native library scores it: it is read once, and the head has found the largest."""
+TORCH_LOGIT_BYTES = 16.0
+"""By torch: read and written by the logarithm of the softmax, read to look its token up, and read to find the largest."""
 
 
 class Scoring(Native):
@@ -32,5 +33,6 @@ def engine_token_s(spec: ModelSpec, shape: ServingShape, hardware: Hardware, tok
     length = max(rows, tokens)
     strategy = Scoring if hardware.runs_natively else TorchRunner
     engine = strategy(spec, replace(shape, batch=1, prompt_tokens=length, output_tokens=1), hardware)
-    logits_s = LOGIT_BYTES * length * spec.vocab_size / hardware.bandwidth(4.0 * rows * spec.vocab_size)
+    logit_bytes = LOGIT_BYTES if hardware.runs_natively else TORCH_LOGIT_BYTES
+    logits_s = logit_bytes * length * spec.vocab_size / hardware.bandwidth(4.0 * rows * spec.vocab_size)
     return named("scored_token_s", (total_seconds(engine.prefill()) + logits_s) / length, "s", "a prompt and all its logits")
