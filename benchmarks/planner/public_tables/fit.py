@@ -40,6 +40,7 @@ from twostroke.planner.truth.intervals import EXPERTS, FILE, LEAST_RUNS, LEVEL, 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
 from fit_intervals import fitted_range, intervals_text  # noqa: E402
 from loads import simulated  # noqa: E402
+from recipes import cache_bytes  # noqa: E402
 
 TABLE = "profiles/measured_serving_h100_h200_b200.csv"
 CONFIGS = {
@@ -116,6 +117,11 @@ class Row:
         return self.at.tensor
 
     @property
+    def inference_x(self) -> bool:
+        """Whether it was measured by InferenceX, whose lengths vary; the others measured otherwise."""
+        return self.shortest < 1
+
+    @property
     def batch_band(self) -> int:
         return 2 ** round(math.log2(self.batch))
 
@@ -140,12 +146,6 @@ def measured_once(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
         same = (row[k] for k in ("model_path", "system", "backend", "mode", "isl", "osl"))
         seen.setdefault((*same, *times), row)
     return list(seen.values())
-
-
-def cache_bytes(row: dict[str, str], precision: str) -> float:
-    """Bytes of a cached element: TensorRT-LLM keeps an fp8 cache with fp8 and fp4 checkpoints, and runs on B200 are set to it;
-    others keep the model's bf16. The table does not say; these are the engines' and the recipes' defaults."""
-    return 1.0 if precision != "bf16" and (row["backend"] == "trtllm" or row["system"] == "b200_sxm") else 2.0
 
 
 def placement_of(row: dict[str, str], part: str) -> Placement:
@@ -619,7 +619,7 @@ def front_end_s(loads: Loads) -> float:
     """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. The one that
     makes the mean of |ln (simulated mean TTFT + it) − ln measured| least, of InferenceX's rows (the others measured otherwise)
     under engines whose rules are known (SGLang's recipes poll for requests every so many steps)."""
-    pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.shortest < 1 and r.engine != "sglang"]
+    pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and r.engine != "sglang"]
     return min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((found + a) / measured)) for measured, found in pairs))
 
 
@@ -636,7 +636,7 @@ def first_tokens(loads: Loads) -> list[str]:
     lines = ["## Loads, simulated", ""]
     lines += error_table(
         "TTFT, with the front end of other models' rows",
-        (((r.kind, r.engine, "InferenceX" if r.shortest < 1 else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
+        (((r.kind, r.engine, "InferenceX" if r.inference_x else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
          for r, s in pairs),
     )  # fmt: skip
     lines += error_table("TTFT, steps alone", (((r.kind, r.engine), s.ttft_s.mean / r.ttft_s - 1) for r, s in pairs))
