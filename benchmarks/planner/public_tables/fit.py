@@ -615,17 +615,22 @@ Loads = dict[str, tuple[Row, Simulated]]
 FRONT_ENDS_S = [0.002 * n for n in range(251)]
 
 
-def front_end_s(loads: Loads) -> float:
-    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. The one that
-    makes the mean of |ln (simulated mean TTFT + it) − ln measured| least, of InferenceX's rows (the others measured otherwise)
-    under engines whose rules are known (SGLang's recipes poll for requests every so many steps)."""
-    pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and r.engine != "sglang"]
-    return min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((found + a) / measured)) for measured, found in pairs))
+def front_ends_s(loads: Loads) -> dict[str, float]:
+    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. Each engine has a
+    server of its own, "any" stands for all. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured| least,
+    of InferenceX's rows: the others were measured otherwise."""
+    found = {}
+    for engine in ("any", *ENGINES):
+        pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and engine in ("any", r.engine)]
+        if pairs:
+            found[engine] = min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((t + a) / measured)) for measured, t in pairs))
+    return found
 
 
 def first_token_s(row: Row, found: Simulated, loads: Loads) -> float:
-    """Mean TTFT with the front end that rows of other models tell."""
-    return found.ttft_s.mean + front_end_s({i: pair for i, pair in loads.items() if pair[0].model != row.model})
+    """Mean TTFT with the front end that the engine's rows of other batch sizes tell, whatever their model."""
+    others = front_ends_s({i: pair for i, pair in loads.items() if pair[0].batch_band != row.batch_band})
+    return found.ttft_s.mean + others.get(row.engine, others["any"])
 
 
 def first_tokens(loads: Loads) -> list[str]:
@@ -635,7 +640,7 @@ def first_tokens(loads: Loads) -> list[str]:
     pairs = list(loads.values())
     lines = ["## Loads, simulated", ""]
     lines += error_table(
-        "TTFT, with the front end of other models' rows",
+        "TTFT, with the front end of other batch sizes' rows",
         (((r.kind, r.engine, "InferenceX" if r.inference_x else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
          for r, s in pairs),
     )  # fmt: skip
@@ -684,7 +689,7 @@ def write_run(
 def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: dict[str, float], loads: Loads) -> None:
     """``planner/serving/efficiencies.toml`` anew: constants, and the median error on models that a fit had not seen. Without
     simulated loads the front ends stay as they are."""
-    front = front_end_s(loads) if loads else step_time.efficiencies_table()["front_end_s"]
+    front = front_ends_s(loads) if loads else step_time.efficiencies_table()["front_end_s"]
     units = {name: "s" if name.endswith("_s") else "1" for name in NAMES}
     source = "ai-dynamo/aiconfigurator measured serving table (Apache-2.0)"
     lines = [
@@ -693,7 +698,7 @@ def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: di
         f'date = "{date.today().isoformat()}"',
         'kind = "measured on H100, H200 and B200; assumed for other accelerators"',
         f"measured_on = {json.dumps(list(SYSTEMS.values()))}",
-        f"front_end_s = {front:.3f}",
+        f"front_end_s = {{ {', '.join(f'{engine} = {seconds:.3f}' for engine, seconds in front.items())} }}",
         "",
     ]
     lines += [f'[constants.{name}]\nvalue = {values[name]:.4g}\nunit = "{units[name]}"\n' for name in NAMES]

@@ -2,7 +2,7 @@
 are taken.
 
 InferenceX's are public: github.com/SemiAnalysisAI/InferenceX, benchmarks/ (70b_*_docker.sh bb4c7f9, 70b_*_trt_slurm.sh 73ef922
-and a267b4b, 70b_fp8_h200_slurm.sh 409e9a4, 70b_fp8_h100_slurm.sh 2a205bb, dsr1_*.sh 1fc5d73, and under single_node/
+and a267b4b, 70b_fp8_h200_slurm.sh 409e9a4, 70b_fp8_h100_slurm.sh 2a205bb, dsr1_*.sh 1fc5d73, dsr1_*_trt_slurm.sh b5ebafa, and under single_node/
 dsr1_*_trt.sh 34bc7c4, dsr1_fp4_b200.sh 285b662, glm5_*.sh 4eca3fe, 405c601 and 0c82808, minimaxm2.5_*.sh 07e171a, 56245be and
 34bc7c4). Other rows say nothing of theirs and get the engine's defaults.
 """
@@ -15,11 +15,15 @@ from typing import Any
 from twostroke.planner.serving.policies import Policy, policy_of
 
 
+LATER = "1.2"
+"""TensorRT-LLM's versions in the recipes of 2026."""
+
+
 def cache_bytes(row: dict[str, str], precision: str) -> float:
     """Bytes of a cached element. fp8: under TensorRT-LLM with fp8 and fp4 checkpoints, in InferenceX's recipes of Llama-3.1-70B
-    under vLLM and in those of B200 under SGLang; else the model's bf16."""
-    engine, dense = row["backend"], row["model_path"].endswith("Llama-3.1-70B")
-    fp8 = {"trtllm": True, "vllm": dense, "sglang": row["system"] == "b200_sxm"}[engine]
+    under vLLM, and on B200 (assumed of MiniMax-M2.5, whose recipes of those days were not found); else the model's bf16."""
+    dense = row["model_path"].endswith("Llama-3.1-70B")
+    fp8 = row["backend"] == "trtllm" or row["system"] == "b200_sxm" or (row["backend"] == "vllm" and dense)
     return 1.0 if fp8 and precision != "bf16" else 2.0
 
 
@@ -41,10 +45,12 @@ def _trtllm(row: Any, _policy: Policy) -> tuple[int, dict[str, Any]]:
         whole = row.precision == "fp8" and row.system == "b200_sxm"
         budget = 16384 if whole else row.prompt + row.output + 200
         return budget, {"hold_steps": 20, "hold_tokens": 0.9 * budget} if chat and row.tensor < 8 else {}
-    budget = max(8192, row.batch + row.prompt + 64)
+    budget = row.prompt + 64  # and room for a token of each that decodes: one prompt a step
+    if row.version.startswith(LATER):
+        budget = max(8192, row.batch + budget)
     if groups > 1:  # attention_dp_config: enable_balance, timeout_iters
         return budget, {"hold_steps": 60, "hold_prompts": groups}
-    delayed = row.version.startswith("1.2") and row.precision == "fp8" and row.system == "b200_sxm"
+    delayed = row.version.startswith(LATER) and row.precision == "fp8" and row.system == "b200_sxm"
     if delayed and chat and row.batch >= 64:
         return budget, {"hold_steps": 40, "hold_tokens": 0.8 * budget}
     return budget, {}

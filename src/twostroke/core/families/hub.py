@@ -95,10 +95,11 @@ def named_model(text: str) -> Named:
 
 def _of_directory(name: str, directory: Path) -> Named:
     """Of a model directory or a config.json. NVIDIA's checkpoints may say in a file of their own how they are quantised."""
-    config, beside = read_config(directory), directory / "hf_quant_config.json"
+    config, beside, spec = read_config(directory), directory / "hf_quant_config.json", read_spec(directory)
     if not config.get("quantization_config") and beside.is_file():
         config["quantization_config"] = {"quant_method": "modelopt", **Reader(read_object(beside)).object("quantization")}
-    return Named(name, read_spec(directory), published_scheme(config), directory, published_cache(config))
+        spec = spec.with_(checkpoint_scheme=published_scheme(config))
+    return Named(name, spec, published_scheme(config), directory, published_cache(config))
 
 
 def _unknown(text: str) -> str:
