@@ -168,7 +168,8 @@ def test_a_quantisation_without_a_scheme_is_refused_by_its_name(quantised: dict[
 
 def test_nvidias_own_file_says_how_a_checkpoint_is_quantised(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_rows()["Qwen/Qwen3-0.6B"]["config"]))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}))
+    algorithms = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
     found = named_model(str(tmp_path))
     assert (found.scheme, found.cache) == ("nvfp4", "fp8")
 

@@ -173,8 +173,8 @@ def summary(rows: Sequence[Row]) -> str:
         "",
         f"Energy of reading, pJ a bit ({shipped:.1f} shipped): {fits}.",
         "",
-        f"Of {len(allowed)} accelerators with a datasheet these could not read at their full rate with the shipped constant and "
-        "stay below their board's limit. They are planned at the limit, which is more than they draw:",
+        f"Of {len(allowed)} accelerators with a datasheet these could not read at their full rate with the shipped constant "
+        "and stay below their board's limit. They are planned at the limit, which is more than they draw:",
         "",
         "| accelerator | pJ a bit, at most |",
         "|---|---:|",

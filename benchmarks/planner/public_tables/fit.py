@@ -616,9 +616,9 @@ FRONT_ENDS_S = [0.002 * n for n in range(251)]
 
 
 def front_ends_s(loads: Loads) -> dict[str, float]:
-    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. Each engine has a
-    server of its own, "any" stands for all. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured| least,
-    of InferenceX's rows: the others were measured otherwise."""
+    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. Each engine has
+    a server of its own, "any" stands for all. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured|
+    least, of InferenceX's rows: the others were measured otherwise."""
     found = {}
     for engine in ("any", *ENGINES):
         pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and engine in ("any", r.engine)]

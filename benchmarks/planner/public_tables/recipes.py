@@ -1,10 +1,10 @@
-"""What the public rows' launch scripts set beside an engine's defaults: the cache's type, the tokens of a step, and when prompts
-are taken.
+"""What the public rows' launch scripts set beside an engine's defaults: the type of the cache, the tokens of a step, and when
+prompts are taken.
 
 InferenceX's are public: github.com/SemiAnalysisAI/InferenceX, benchmarks/ (70b_*_docker.sh bb4c7f9, 70b_*_trt_slurm.sh 73ef922
-and a267b4b, 70b_fp8_h200_slurm.sh 409e9a4, 70b_fp8_h100_slurm.sh 2a205bb, dsr1_*.sh 1fc5d73, dsr1_*_trt_slurm.sh b5ebafa, and under single_node/
-dsr1_*_trt.sh 34bc7c4, dsr1_fp4_b200.sh 285b662, glm5_*.sh 4eca3fe, 405c601 and 0c82808, minimaxm2.5_*.sh 07e171a, 56245be and
-34bc7c4). Other rows say nothing of theirs and get the engine's defaults.
+and a267b4b, 70b_fp8_h200_slurm.sh 409e9a4, 70b_fp8_h100_slurm.sh 2a205bb, dsr1_*.sh 1fc5d73, dsr1_*_trt_slurm.sh b5ebafa, and
+under single_node/ dsr1_*_trt.sh 34bc7c4, dsr1_fp4_b200.sh 285b662, glm5_*.sh 4eca3fe, 405c601 and 0c82808, minimaxm2.5_*.sh
+07e171a, 56245be and 34bc7c4). Other rows say nothing of theirs and get the engine's defaults.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from twostroke.planner.serving.policies import Policy, policy_of
-
 
 LATER = "1.2"
 """TensorRT-LLM's versions in the recipes of 2026."""
@@ -32,14 +31,17 @@ def policy_with_recipe(row: Any) -> Policy:
     policy = policy_of(row.engine)
     if not row.inference_x:
         return policy
-    found = {"trtllm": _trtllm, "sglang": _sglang}.get(row.engine)
-    if found is None:
+    if row.engine == "trtllm":
+        budget, taking = _trtllm(row)
+    elif row.engine == "sglang":
+        budget, taking = _sglang(row, policy.token_budget)
+    else:
         return policy
-    budget, taking = found(row, policy)
     return replace(policy, token_budget=budget, taking=replace(policy.taking, **taking))
 
 
-def _trtllm(row: Any, _policy: Policy) -> tuple[int, dict[str, Any]]:
+def _trtllm(row: Any) -> tuple[int, dict[str, Any]]:
+    """(tokens of a step, when prompts are taken)."""
     chat, groups = (row.prompt, row.output) == (1024, 1024), row.at.attention_groups
     if row.dense:  # --max_num_tokens is the longest sequence but with fp8 on B200
         whole = row.precision == "fp8" and row.system == "b200_sxm"
@@ -56,11 +58,11 @@ def _trtllm(row: Any, _policy: Policy) -> tuple[int, dict[str, Any]]:
     return budget, {}
 
 
-def _sglang(row: Any, policy: Policy) -> tuple[int, dict[str, Any]]:
+def _sglang(row: Any, default: int) -> tuple[int, dict[str, Any]]:
     looks = {"every": 30 if row.batch >= 16 else 10}
     if row.model == "GLM-5":
         if row.system != "b200_sxm":
-            return policy.token_budget, {}
+            return default, {}
         return 32768, {"every": 10} if row.precision == "nvfp4" else {}
     if row.system != "b200_sxm":
         return 32768, {}

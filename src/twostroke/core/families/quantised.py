@@ -62,7 +62,7 @@ def checkpoint_scheme(config: dict[str, Any]) -> str | None:
 
 def published_cache(config: dict[str, Any]) -> str | None:
     """The type of KV cache that a checkpoint has scales for, "fp8" mostly; None where it says nothing. Model Optimizer names it
-    (``kv_cache_quant_algo``) or describes it as compressed-tensors do (``kv_cache_scheme``). It may have no row in ``CACHES``."""
+    (``kv_cache_quant_algo``) or describes it as compressed-tensors do (``kv_cache_scheme``). It may be none of ``CACHES``."""
     quantised = Reader(config).object("quantization_config")
     described, stated = Reader(quantised).object("kv_cache_scheme"), quantised.get("kv_cache_quant_algo")
     if stated is None and described:
