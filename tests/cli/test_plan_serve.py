@@ -63,7 +63,7 @@ def test_auto_takes_the_cache_that_a_checkpoint_has_scales_for(plan: Run, assets
 
     own, wide = token_bytes("--engine", "trtllm"), token_bytes("--engine", "trtllm", "--kv-dtype", "bf16")
     assert own == wide / 2
-    assert token_bytes("--scheme", "bf16", "--tensor", "8") * 8 == pytest.approx(wide * 4)
+    assert token_bytes("--scheme", "bf16", "--tensor", "8") == wide  # another checkpoint
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms | {"kv_cache_quant_algo": "NVFP4"}}))
     code, out, _ = plan(str(tmp_path), "--tensor", "4")
     assert code == 0
