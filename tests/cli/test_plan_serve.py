@@ -50,6 +50,26 @@ def test_text_says_replicas_waiting_and_the_table(plan: Run) -> None:
     assert max(len(line) for line in out.split("\n") if "/" not in line) <= 80  # a path may be longer
 
 
+def test_auto_takes_the_cache_that_a_checkpoint_has_scales_for(plan: Run, assets: Path, tmp_path: Path) -> None:
+    """Half the bytes of bf16, under engines that read a published checkpoint as it is and unless another type is asked for."""
+    (tmp_path / "config.json").write_text((assets / LLAMA).read_text())
+    algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+
+    def token_bytes(*options: str) -> float:
+        code, out, _ = plan(str(tmp_path), "--tensor", "4", "--no-simulation", "--json", *options)
+        assert code == 0
+        return float(json.loads(out)["kv_bytes_per_token"])
+
+    own, wide = token_bytes("--engine", "trtllm"), token_bytes("--engine", "trtllm", "--kv-dtype", "bf16")
+    assert own == wide / 2
+    assert token_bytes("--scheme", "bf16", "--tensor", "8") == wide  # another checkpoint
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms | {"kv_cache_quant_algo": "NVFP4"}}))
+    code, out, _ = plan(str(tmp_path), "--tensor", "4")
+    assert code == 0
+    assert "its KV cache is published in nvfp4" in " ".join(out.split())
+
+
 def test_experts_over_more_devices_than_tensor(plan: Run) -> None:
     code, out, _ = plan(EXPERTS, "--scheme", "fp8", "--tensor", "1", "--expert", "16", "--batch", "64", "--json")
     document = json.loads(out)

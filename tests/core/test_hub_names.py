@@ -13,7 +13,7 @@ from assets_folder import ASSETS
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.core.families import named_model, read_spec, spec_from_config
 from twostroke.core.families.hub import cached_directory, known_name, published_rows
-from twostroke.core.families.quantised import published_scheme
+from twostroke.core.families.quantised import published_cache, published_scheme
 from twostroke.planner.work.params import count_parameters
 
 ROWS = {row["names"][0]: row for row in published_rows().values()}
@@ -168,5 +168,22 @@ def test_a_quantisation_without_a_scheme_is_refused_by_its_name(quantised: dict[
 
 def test_nvidias_own_file_says_how_a_checkpoint_is_quantised(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_rows()["Qwen/Qwen3-0.6B"]["config"]))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
-    assert named_model(str(tmp_path)).scheme == "nvfp4"
+    algorithms = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": algorithms}))
+    found = named_model(str(tmp_path))
+    assert (found.scheme, found.cache) == ("nvfp4", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("stated", "cache"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        (compressed({"num_bits": 8, "type": "float"}, ROUNDED) | {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "int8"),
+        (compressed({"num_bits": 8, "type": "float"}, ROUNDED) | {"kv_cache_scheme": None}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+    ],
+)
+def test_the_cache_that_a_checkpoint_has_scales_for_is_read(stated: dict[str, Any], cache: str | None) -> None:
+    assert published_cache({"quantization_config": stated}) == cache

@@ -79,3 +79,27 @@ def test_placements_are_read_as_the_exports_mean_them(fit: ModuleType, columns: 
     """The first two are of one measurement in two exports; no node has 16 or 64 devices."""
     row = {f"{name}_size": value for name, value in columns.items()} | {"pp_size": "1"}
     assert fit.placement_of(row, "") == placement
+
+
+def test_recipes_set_when_prompts_are_taken(rows: list[Any]) -> None:
+    """Steps that prompts are held, looks for requests, and tokens of a step, in the launch scripts of one row each."""
+    policy_with_recipe = script("planner/public_tables/recipes.py").policy_with_recipe
+
+    def found(model: str, system: str, engine: str, **others: Any) -> list[tuple[int, int, int]]:
+        asked = {"model": model, "system": f"{system}_sxm", "engine": engine, "mode": "agg", "inference_x": True} | others
+        those = [r for r in rows if all(getattr(r, name) == value for name, value in asked.items())]
+        policies = [policy_with_recipe(r) for r in those]
+        return sorted({(p.taking.hold_steps, p.taking.every, p.token_budget) for p in policies})
+
+    chat = {"prompt": 1024, "output": 1024}
+    assert found("Llama-3.1-70B", "b200", "trtllm", precision="fp8", tensor=4, **chat) == [(20, 1, 16384)]
+    assert found("Llama-3.1-70B", "b200", "trtllm", precision="fp8", tensor=8, **chat) == [(0, 1, 16384)]
+    assert found("Llama-3.1-70B", "h200", "trtllm", tensor=2, **chat) == [(20, 1, 2248)]
+    assert found("Llama-3.1-70B", "h200", "trtllm", tensor=2, prompt=1024, output=8192) == [(0, 1, 9416)]
+    assert found("DeepSeek-V3", "b200", "sglang", precision="nvfp4", batch=8) == [(0, 10, 16384)]
+    assert found("DeepSeek-V3", "b200", "sglang", precision="nvfp4", batch=32) == [(0, 30, 16384)]
+    assert found("DeepSeek-V3", "h200", "sglang", batch=32) == [(0, 1, 32768)]
+    assert found("DeepSeek-V3", "h200", "trtllm", batch=32, **chat) == [(0, 1, 1088)]
+    assert found("Llama-3.1-70B", "h100", "vllm") == [(0, 1, 8192)]
+    groups = [r for r in rows if r.inference_x and r.engine == "trtllm" and r.mode == "agg" and r.at.attention_groups > 1]
+    assert {policy_with_recipe(r).taking.hold_prompts for r in groups} == {r.at.attention_groups for r in groups} == {4, 8}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.serving.http import FrontEnd
-from twostroke.planner.serving.policies import POLICIES, policy_of
+from twostroke.planner.serving.policies import AT_ONCE, POLICIES, Taking, policy_of
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.serving.workload import Arrival, Lognormal, Uniform, Workload
@@ -51,18 +51,25 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload.open(rate, n, *lengths, burstiness=draw(st.sampled_from((0.3, 1.0))), cap=cap, **drawn)
 
 
+TAKINGS = (
+    None, AT_ONCE, Taking(every=5), Taking(ahead=True, every=3), Taking(hold_steps=6, hold_prompts=3),
+    Taking(ahead=True, hold_steps=4, hold_tokens=300),
+)  # fmt: skip
+
+
 @given(
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from((30, 60, 2000)), st.sampled_from((2, 8, 64)),
     st.sampled_from((64, 512)), st.sampled_from((None, 64)), st.sampled_from((None, FrontEnd(0.0, 2e-3), FrontEnd(3e-3, 1e-3))),
+    st.sampled_from(TAKINGS),
 )  # fmt: skip
 @settings(max_examples=160, deadline=None)
 def test_steps_taken_at_once_give_what_they_give_one_by_one(
-    workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None, front: FrontEnd | None
-) -> None:
+    workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None,
+    front: FrontEnd | None, taking: Taking | None,
+) -> None:  # fmt: skip
     limits = {"max_running": max_running, "token_budget": token_budget, "window": window, "front": front}
-    at_once, one_by_one = (
-        simulate(workload, POLICIES[engine], seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True)
-    )
+    policy = dataclasses.replace(POLICIES[engine], taking=taking or POLICIES[engine].taking)
+    at_once, one_by_one = (simulate(workload, policy, seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True))
     assert_equal(at_once, one_by_one)
     reported = workload.arrivals[workload.warmup :]
     assert at_once.n_requests == len(reported)
@@ -89,7 +96,7 @@ def test_two_prompts_at_once_share_a_step_and_a_late_one_joins_the_next() -> Non
         {"timestamp": 0, "input_length": 100, "output_length": 4},
         {"timestamp": 1e3 * (first + second / 2), "input_length": 50, "output_length": 2},
     ]
-    found = simulate(Workload.of_trace(rows), policy_of("vllm"), seconds, PAGES)
+    found = simulate(Workload.of_trace(rows), policy_of("twostroke"), seconds, PAGES)
     third, fourth = seconds(2, 101, [Chunk(0, 50)]), seconds(3, (2 * 102 + 50) / 3, ())
     ttft = sorted([first, first, second / 2 + third])
     assert found.ttft_s.mean == pytest.approx(sum(ttft) / 3)
@@ -97,6 +104,53 @@ def test_two_prompts_at_once_share_a_step_and_a_late_one_joins_the_next() -> Non
     assert found.steps == 4
     assert found.busy_share == pytest.approx(1.0)
     assert found.itl_s.mean == pytest.approx((2 * second + 2 * third + 3 * fourth) / 7)
+
+
+def three_requests(late: int) -> Workload:
+    """Two of 40 tokens at once, and another that comes in the middle of the ``late``-th step, the first being 0."""
+    first, step = seconds(0, 0, [Chunk(0, 100)] * 2), seconds(2, 110, ())
+    rows = [{"timestamp": 0, "input_length": 100, "output_length": 40} for _ in range(2)]
+    at_s = first / 2 if late == 0 else first + (late - 0.5) * step
+    return Workload.of_trace([*rows, {"timestamp": 1e3 * at_s, "input_length": 50, "output_length": 2}])
+
+
+@pytest.mark.parametrize(
+    ("taking", "late", "waits"),
+    [
+        (AT_ONCE, 5, 0),
+        (Taking(ahead=True), 5, 1),  # step 6 was decided while step 5 ran
+        (Taking(every=4), 5, 3),  # looked after step 0 and every fourth: before steps 1, 5 and 9
+        (Taking(every=4), 0, 0),  # a step with a prompt is followed by a look
+        (Taking(hold_steps=7, hold_tokens=500), 5, 7),
+        (Taking(hold_steps=7, hold_tokens=52), 5, 0),  # its 50 and the two that decode are enough
+        (Taking(hold_steps=7, hold_prompts=2), 5, 7),
+        (Taking(hold_steps=7, hold_prompts=1), 5, 0),
+    ],
+)
+def test_an_engine_takes_a_request_when_its_rules_say(taking: Taking, late: int, waits: int) -> None:
+    """By hand: the third request waits for the rest of the step in which it came, and so many steps more."""
+    policy = dataclasses.replace(policy_of("twostroke"), taking=taking)
+    starts: list[Sequence[Chunk]] = []
+
+    def counted(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
+        starts.append(chunks)
+        return seconds(decoding, context, chunks)
+
+    simulate(three_requests(late), policy, counted, PAGES)
+    prompts = [number for number, chunks in enumerate(starts) if chunks]
+    assert prompts == [0, late + 1 + waits]
+
+
+def test_held_prompts_do_not_wait_where_nothing_decodes() -> None:
+    held = dataclasses.replace(policy_of("twostroke"), taking=Taking(hold_steps=50, hold_tokens=1e6))
+    found = simulate(Workload.closed(1, 5, 100, 10), held, seconds, PAGES)
+    assert found.ttft_s.median == pytest.approx(seconds(0, 0, [Chunk(0, 100)]))
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"hold_steps": -1}, {"hold_prompts": -1}, {"hold_tokens": math.nan}])
+def test_impossible_rules_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        Taking(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_wave_of_prompts_holds_up_decoding_where_prompts_go_first() -> None:

@@ -22,7 +22,7 @@ from statistics import median
 
 from twostroke.core.families import spec_from_config
 from twostroke.ledger.code_version import code_version
-from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.hardware.tables import hardware_names, load_hardware
 from twostroke.planner.money import power
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -127,8 +127,23 @@ def errors(name: str, rows: Sequence[Row], ratios: Iterable[float]) -> list[str]
     return lines
 
 
+def allowed_by_datasheets() -> list[tuple[str, float]]:
+    """(accelerator, pJ a bit that reading at its datasheet's full rate may take at most, so that the board stays below its
+    limit), the least first."""
+    found = []
+    for name in hardware_names():
+        device = load_hardware(name)
+        if device.kind == "gpu":
+            above = device.watts.value - device.idle_watts.value
+            found.append((name, 1e12 * above / device.read_bandwidth[-1].bytes_per_s / 8))
+    return sorted(found, key=lambda pair: pair[1])
+
+
 def summary(rows: Sequence[Row]) -> str:
     without, unseen = left_out(rows)
+    shipped = 1e12 * power.READ_J_PER_BYTE / 8
+    allowed = allowed_by_datasheets()
+    below = [f"| {name} | {most:.1f} |" for name, most in allowed if most < shipped]
     tables = [
         ("watts", (row.planned_watts() / row.watts for row in rows)),
         ("watts, constant of the other models", unseen),
@@ -156,7 +171,14 @@ def summary(rows: Sequence[Row]) -> str:
         "|---|---|---:|---:|---:|---:|",
         *(line for name, ratios in tables for line in errors(name, rows, ratios)),
         "",
-        f"Energy of reading, pJ a bit ({1e12 * power.READ_J_PER_BYTE / 8:.1f} shipped): {fits}.",
+        f"Energy of reading, pJ a bit ({shipped:.1f} shipped): {fits}.",
+        "",
+        f"Of {len(allowed)} accelerators with a datasheet these could not read at their full rate with the shipped constant "
+        "and stay below their board's limit. They are planned at the limit, which is more than they draw:",
+        "",
+        "| accelerator | pJ a bit, at most |",
+        "|---|---:|",
+        *below,
         "",
         "Middle 90% of ln(measured ÷ planned):",
         "",

@@ -40,6 +40,7 @@ from twostroke.planner.truth.intervals import EXPERTS, FILE, LEAST_RUNS, LEVEL, 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
 from fit_intervals import fitted_range, intervals_text  # noqa: E402
 from loads import simulated  # noqa: E402
+from recipes import cache_bytes  # noqa: E402
 
 TABLE = "profiles/measured_serving_h100_h200_b200.csv"
 CONFIGS = {
@@ -116,6 +117,11 @@ class Row:
         return self.at.tensor
 
     @property
+    def inference_x(self) -> bool:
+        """Whether it was measured by InferenceX, whose lengths vary; the others measured otherwise."""
+        return self.shortest < 1
+
+    @property
     def batch_band(self) -> int:
         return 2 ** round(math.log2(self.batch))
 
@@ -140,12 +146,6 @@ def measured_once(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
         same = (row[k] for k in ("model_path", "system", "backend", "mode", "isl", "osl"))
         seen.setdefault((*same, *times), row)
     return list(seen.values())
-
-
-def cache_bytes(row: dict[str, str], precision: str) -> float:
-    """Bytes of a cached element: TensorRT-LLM keeps an fp8 cache with fp8 and fp4 checkpoints, and runs on B200 are set to it;
-    others keep the model's bf16. The table does not say; these are the engines' and the recipes' defaults."""
-    return 1.0 if precision != "bf16" and (row["backend"] == "trtllm" or row["system"] == "b200_sxm") else 2.0
 
 
 def placement_of(row: dict[str, str], part: str) -> Placement:
@@ -615,17 +615,22 @@ Loads = dict[str, tuple[Row, Simulated]]
 FRONT_ENDS_S = [0.002 * n for n in range(251)]
 
 
-def front_end_s(loads: Loads) -> float:
-    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. The one that
-    makes the mean of |ln (simulated mean TTFT + it) − ln measured| least, of InferenceX's rows (the others measured otherwise)
-    under engines whose rules are known (SGLang's recipes poll for requests every so many steps)."""
-    pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.shortest < 1 and r.engine != "sglang"]
-    return min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((found + a) / measured)) for measured, found in pairs))
+def front_ends_s(loads: Loads) -> dict[str, float]:
+    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. Each engine has
+    a server of its own, "any" stands for all. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured|
+    least, of InferenceX's rows: the others were measured otherwise."""
+    found = {}
+    for engine in ("any", *ENGINES):
+        pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and engine in ("any", r.engine)]
+        if pairs:
+            found[engine] = min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((t + a) / measured)) for measured, t in pairs))
+    return found
 
 
 def first_token_s(row: Row, found: Simulated, loads: Loads) -> float:
-    """Mean TTFT with the front end that rows of other models tell."""
-    return found.ttft_s.mean + front_end_s({i: pair for i, pair in loads.items() if pair[0].model != row.model})
+    """Mean TTFT with the front end that the engine's rows of other batch sizes tell, whatever their model."""
+    others = front_ends_s({i: pair for i, pair in loads.items() if pair[0].batch_band != row.batch_band})
+    return found.ttft_s.mean + others.get(row.engine, others["any"])
 
 
 def first_tokens(loads: Loads) -> list[str]:
@@ -635,8 +640,8 @@ def first_tokens(loads: Loads) -> list[str]:
     pairs = list(loads.values())
     lines = ["## Loads, simulated", ""]
     lines += error_table(
-        "TTFT, with the front end of other models' rows",
-        (((r.kind, r.engine, "InferenceX" if r.shortest < 1 else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
+        "TTFT, with the front end of other batch sizes' rows",
+        (((r.kind, r.engine, "InferenceX" if r.inference_x else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
          for r, s in pairs),
     )  # fmt: skip
     lines += error_table("TTFT, steps alone", (((r.kind, r.engine), s.ttft_s.mean / r.ttft_s - 1) for r, s in pairs))
@@ -684,7 +689,7 @@ def write_run(
 def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: dict[str, float], loads: Loads) -> None:
     """``planner/serving/efficiencies.toml`` anew: constants, and the median error on models that a fit had not seen. Without
     simulated loads the front ends stay as they are."""
-    front = front_end_s(loads) if loads else step_time.efficiencies_table()["front_end_s"]
+    front = front_ends_s(loads) if loads else step_time.efficiencies_table()["front_end_s"]
     units = {name: "s" if name.endswith("_s") else "1" for name in NAMES}
     source = "ai-dynamo/aiconfigurator measured serving table (Apache-2.0)"
     lines = [
@@ -693,7 +698,7 @@ def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: di
         f'date = "{date.today().isoformat()}"',
         'kind = "measured on H100, H200 and B200; assumed for other accelerators"',
         f"measured_on = {json.dumps(list(SYSTEMS.values()))}",
-        f"front_end_s = {front:.3f}",
+        f"front_end_s = {{ {', '.join(f'{engine} = {seconds:.3f}' for engine, seconds in front.items())} }}",
         "",
     ]
     lines += [f'[constants.{name}]\nvalue = {values[name]:.4g}\nunit = "{units[name]}"\n' for name in NAMES]

@@ -1,22 +1,26 @@
 """The public rows' loads as the field generates them, on the planner's step times: a closed loop of so many users, each engine
-with its own rules.
+with its own rules and with what its recipe sets (``recipes.py``).
 
 InferenceX sends requests = 10 · concurrency, all of the first wave at once, with lengths from 0.8 of the stated one to all of
 it; its warm-up of 2 · concurrency has ended before. The other rows are read the same way, with equal lengths. TTFT has neither
-HTTP nor tokenising in it: ``fit.front_end_s`` finds what they take.
+HTTP nor tokenising in it: ``fit.front_ends_s`` finds what they take.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.policy import PAGE_TOKENS
-from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.simulation import Simulated, simulate
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.step_time import Efficiencies, one_pass
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.serving.workload import Uniform, Workload
+
+sys.path[:0] = [str(Path(__file__).parent)]
+from recipes import policy_with_recipe  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +46,7 @@ def step_seconds(row: Any, rates: Efficiencies) -> Callable[[int, float, Sequenc
 
 def simulated(row: Any, rates: Efficiencies, cache_tokens: float, waves: int = WAVES) -> Simulated:
     """The row's load. Attention groups are taken as one scheduler with the budgets of all."""
-    policy, groups = policy_of(row.engine), row.at.attention_groups
+    policy, groups = policy_with_recipe(row), row.at.attention_groups
     prompts, answers = (Uniform(max(1, int(row.shortest * n)), n) for n in (row.prompt, row.output))
     load = Workload.closed(row.batch, waves * row.batch, prompts, answers)
     seconds = StepTable(step_seconds(row, rates))

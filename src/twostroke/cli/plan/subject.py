@@ -13,7 +13,7 @@ from twostroke.core.documents import read_object
 from twostroke.core.engines import CACHE_CHOICES, WEIGHT_CHOICES
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.optimizers import CHOICES
-from twostroke.core.schemes import SCHEMES, scheme_of
+from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -43,7 +43,7 @@ HEAD_DTYPE = typer.Option("auto", help=f"How our engine holds the output head: {
 BATCH = typer.Option(8, help="Requests that decode together.")
 PROMPT = typer.Option(0, "--prompt", help="Tokens of a prompt; without it half the context, at most 512.")
 OUTPUT = typer.Option(0, "--output", help="Tokens of an answer; without it what is left, at most 128.")
-KV_DTYPE = typer.Option("auto", help=f"Type of the KV cache: {CACHE_CHOICES}.")
+KV_DTYPE = typer.Option("auto", help=f"Type of the KV cache: {CACHE_CHOICES}; auto takes a published checkpoint's own.")
 KV_CACHE_BYTES = typer.Option(0, help="Size of the KV cache; 0: what the batch needs.")
 MAX_MODEL_LEN = typer.Option(0, help="Longest context to serve; 0: the model's own.")
 
@@ -62,10 +62,21 @@ class Subject:
     """How our engine holds the matrices of a quantised directory."""
     published: str | None = None
     """The scheme of a checkpoint that another tool quantised, on other engines."""
+    cache: str | None = None
+    """The type of KV cache that it has scales for, which those engines take then."""
 
     def scheme(self, asked: str) -> str:
         """``asked``, or the scheme that "auto" means here: the checkpoint's own, bf16 where it is plain."""
         return (self.held.scheme if self.held else self.published or "bf16") if asked == "auto" else scheme_of(asked).name
+
+    def kv_dtype(self, asked: str, scheme: str, engine: str) -> str:
+        """``asked``, or what "auto" means of weights in ``scheme``: the checkpoint's own type, if it is planned as it is under
+        an engine that reads it."""
+        from twostroke.planner.serving.shape import LLAMA_CPP
+
+        if asked != "auto" or self.cache is None or engine == LLAMA_CPP or self.scheme(scheme) != self.published:
+            return asked
+        return self.cache
 
     def as_held(self, asked: str) -> Held:
         """The scheme, and the matrices that are held otherwise, if the directory is planned as it is."""
@@ -137,7 +148,10 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
     published, notes = (None, ()) if ours else _served_as(found.scheme, hardware)
     if ours and found.spec.checkpoint_scheme is not None:
         notes = (f"published in {found.scheme}: our engine holds it in {ours.scheme}.",)
-    return Subject(found.name, found.spec, None, notes=notes, held=ours, published=published)
+    cache = found.cache if published else None
+    if cache is not None and cache not in CACHES:
+        notes, cache = (*notes, f"its KV cache is published in {cache}, which is not planned: the engine's own type."), None
+    return Subject(found.name, found.spec, None, notes=notes, held=ours, published=published, cache=cache)
 
 
 def _served_as(scheme: str | None, hardware: Hardware) -> tuple[str | None, tuple[str, ...]]:
@@ -174,4 +188,5 @@ def serving_shape(
     prompt = prompt_tokens or max(1, min(512, limit // 2, limit - output_tokens))
     output = output_tokens or max(1, min(128, limit - prompt))
     held = found.as_held(scheme)._asdict()
+    others["kv_dtype"] = found.kv_dtype(others.get("kv_dtype", "auto"), scheme, others.get("engine", "any"))
     return ServingShape(**held, batch=batch, prompt_tokens=prompt, output_tokens=output, **others)

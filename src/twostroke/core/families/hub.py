@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from twostroke.core.documents import read_object
 from twostroke.core.errors import InputError
 from twostroke.core.families.files import read_config, read_spec
-from twostroke.core.families.quantised import published_scheme
+from twostroke.core.families.quantised import published_cache, published_scheme
 from twostroke.core.families.reader import Reader
 from twostroke.core.families.registry import spec_from_config
 from twostroke.core.spec import ModelSpec
@@ -23,12 +23,13 @@ PUBLISHED_FILE = Path(__file__).parent / "published.toml"
 
 class Named(NamedTuple):
     """What a name stands for. ``scheme`` is how the published weights are held, None for plain ones; ``directory`` is None
-    for a row of ``published.toml``."""
+    for a row of ``published.toml``; ``cache`` is the type of KV cache that comes with scales, None for the engine's own."""
 
     name: str
     spec: ModelSpec
     scheme: str | None
     directory: Path | None
+    cache: str | None = None
 
 
 @lru_cache(maxsize=1)
@@ -89,15 +90,16 @@ def named_model(text: str) -> Named:
     if published is None:
         raise InputError(_unknown(text))
     config = published_rows()[published]["config"]
-    return Named(published, spec_from_config(config), published_scheme(config), None)
+    return Named(published, spec_from_config(config), published_scheme(config), None, published_cache(config))
 
 
 def _of_directory(name: str, directory: Path) -> Named:
     """Of a model directory or a config.json. NVIDIA's checkpoints may say in a file of their own how they are quantised."""
-    config, beside = read_config(directory), directory / "hf_quant_config.json"
+    config, beside, spec = read_config(directory), directory / "hf_quant_config.json", read_spec(directory)
     if not config.get("quantization_config") and beside.is_file():
         config["quantization_config"] = {"quant_method": "modelopt", **Reader(read_object(beside)).object("quantization")}
-    return Named(name, read_spec(directory), published_scheme(config), directory)
+        spec = spec.with_(checkpoint_scheme=published_scheme(config))
+    return Named(name, spec, published_scheme(config), directory, published_cache(config))
 
 
 def _unknown(text: str) -> str:

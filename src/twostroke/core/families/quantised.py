@@ -20,6 +20,9 @@ GGUF = "gguf"
 _NUMBERS = {"int": "int", "float": "fp"}
 """compressed-tensors' types of number, as our elements begin."""
 
+MAX_NAME = 100
+"""Characters of a type's name that are read."""
+
 
 def published_scheme(config: dict[str, Any]) -> str | None:
     """The scheme nearest to the checkpoint's; None for plain weights. Raises ConfigError for a method without a scheme."""
@@ -55,6 +58,17 @@ def published_scheme(config: dict[str, Any]) -> str | None:
 def checkpoint_scheme(config: dict[str, Any]) -> str | None:
     """``published_scheme`` of a layout that we do not write; None where the weights are plain or in ``OURS``."""
     return None if Reader(config).object("quantization_config").get("quant_method") == OURS else published_scheme(config)
+
+
+def published_cache(config: dict[str, Any]) -> str | None:
+    """The type of KV cache that a checkpoint has scales for, "fp8" mostly; None where it says nothing. Model Optimizer names it
+    (``kv_cache_quant_algo``) or describes it as compressed-tensors do (``kv_cache_scheme``). It may be none of ``CACHES``."""
+    quantised = Reader(config).object("quantization_config")
+    described, stated = Reader(quantised).object("kv_cache_scheme"), quantised.get("kv_cache_quant_algo")
+    if stated is None and described:
+        numbers, bits = described.get("type"), Reader(described).integer("num_bits", 8)
+        stated = f"{_NUMBERS.get(str(numbers), numbers)}{bits}"
+    return None if stated is None else str(stated)[:MAX_NAME].casefold()
 
 
 def _modelopt(quantised: dict[str, Any]) -> str:

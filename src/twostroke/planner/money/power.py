@@ -19,7 +19,10 @@ from twostroke.planner.work.component import Work
 READ_J_PER_BYTE = 1.28e-10
 """16 pJ a bit from an accelerator's memory into its registers. The memory itself takes 6.0 (HBM2E), 7.25 (GDDR6X) or 7.5
 (GDDR6; averages of devices as Micron publishes them), the rest is the way over the chip. The sum is the one constant that was
-taken from measured watts, of H100s that serve: 15.2 to 15.8 pJ without a model in turn (benchmarks/planner/energy)."""
+taken from measured watts, of H100s that serve: 15.2 to 15.6 pJ without a model in turn (benchmarks/planner/energy).
+
+Other devices are planned with it too. By what memories take alone GDDR is 1.5 pJ higher. Newer stacks are lower: at 16 pJ some
+boards could not read at their full rate within their limit (the benchmark lists them), so for those it is an upper end."""
 
 WAITING_SHARE = 0.8
 """Of what a processor's cores draw when they compute, what they draw when they wait for memory (assumed; its modules' own power

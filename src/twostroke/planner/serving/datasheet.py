@@ -43,7 +43,7 @@ class Datasheet(Strategy):
             )
         else:
             self.note = _rate_note(hardware, shape.engine, spec.moe is not None)
-            self.front_end_s = front_end_s() if is_fitted(hardware) else 0.0
+            self.front_end_s = front_end_s(shape.engine) if is_fitted(hardware) else 0.0
 
     def weights_bytes(self) -> float:
         return weights_on_device(self.spec, self.shape)

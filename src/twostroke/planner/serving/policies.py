@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twostroke.core.checks import check_amount, check_whole
 from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.policy import MAX_RUNNING, TOKEN_BUDGET
 from twostroke.scheduling.request import Request
@@ -55,6 +56,31 @@ class WholePrompts(ReservingScheduler):
 
 
 @dataclass(frozen=True)
+class Taking:
+    """When an engine's scheduler gets requests that have come. Nothing of it holds while nothing decodes.
+
+    ``ahead``: a step is decided while the one before runs, so what comes during a step is in the next but one.
+    ``every``: it looks for requests once in so many steps that only decode, and after each step with a prompt.
+    ``hold_steps``: prompts wait so many steps at most, until ``hold_tokens`` (those of prompts and a token of each decoding
+    request) or ``hold_prompts`` of them are together, and then fill one step at most."""
+
+    ahead: bool = False
+    every: int = 1
+    hold_steps: int = 0
+    hold_tokens: float = 0.0
+    hold_prompts: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("every", self.every)
+        for name in ("hold_steps", "hold_prompts"):
+            check_whole(name, getattr(self, name), 0)
+        check_amount("hold_tokens", self.hold_tokens)
+
+
+AT_ONCE = Taking()
+
+
+@dataclass(frozen=True)
 class Policy:
     """An engine's defaults. ``token_budget``: most tokens of a step; ``max_running``: most requests that run at once."""
 
@@ -63,6 +89,7 @@ class Policy:
     token_budget: int
     max_running: int
     source: str
+    taking: Taking = AT_ONCE
 
 
 POLICIES = {
@@ -72,17 +99,21 @@ POLICIES = {
         Policy(
             "vllm", Scheduler, 8192, 1024,
             "docs.vllm.ai/en/v0.17.1/configuration/optimization: chunked prefill, decodes first; vllm/engine/arg_utils.py: "
-            "8192 tokens and 1024 sequences for a server on a device of 70 GiB and more",
+            "8192 tokens and 1024 sequences for a server on a device of 70 GiB and more; async scheduling on",
+            Taking(ahead=True),
         ),
         Policy(
             "sglang", PromptsApart, 8192, 2048,
             "docs.sglang.ai/backend/server_arguments: chunked_prefill_size 8192, enable_mixed_chunk off; "
-            "sglang/srt/managers/scheduler.py, get_next_batch_to_run: a batch of prompts goes before the running batch",
+            "sglang/srt/managers/scheduler.py, get_next_batch_to_run: a batch of prompts goes before the running batch; "
+            "event_loop_overlap: the next batch is launched before the last one's results are read",
+            Taking(ahead=True),
         ),
         Policy(
             "trtllm", WholePrompts, 8192, 2048,
             "nvidia.github.io/TensorRT-LLM/features/paged-attention-ifb-scheduler: max_num_tokens 8192, max_batch_size 2048, "
-            "GUARANTEED_NO_EVICT, chunked context off",
+            "GUARANTEED_NO_EVICT, chunked context off; features/overlap-scheduler: on",
+            Taking(ahead=True),
         ),
         Policy(
             "llama.cpp", ReservingScheduler, 2048, 4,

@@ -177,6 +177,10 @@ class _Run:
         self.due: list[tuple[float, int]] = []  # a heap of those that have a place, by the time that they come
         self.coming: deque[tuple[float, float, int]] = deque()  # sent to the front end: when they are through, sent, which
         self.waiting: deque[tuple[float, int]] = deque()  # are through, and the scheduler would only queue them
+        self.taking = policy.taking
+        self.began_s = -math.inf  # when the last step began
+        self.since_look = 0  # steps that only decoded since the engine looked for requests
+        self.holding, self.held = False, 0  # whether waiting prompts are held back, and for how many steps they were
         self.n_added = 0
         self.served: dict[str, _Served] = {}  # unfinished requests in the scheduler
         self.n_groups = 0  # unfinished prompts in the scheduler
@@ -212,14 +216,42 @@ class _Run:
             self.sums.in_flight_s += self.now - sent_s  # it came during the last step
 
     def _let_in(self) -> None:
-        """Hand the scheduler what has come through. More than it has slots for would only lie there."""
+        """Hand the scheduler what has come through, as the engine takes it. More than it has slots for would only lie there."""
         self._receive()
-        while self.coming and self.coming[0][0] <= self.now:
-            _, sent_s, index = self.coming.popleft()
-            self.waiting.append((sent_s, index))
+        works, taking = self.scheduler.has_work, self.taking
+        if not works or self.since_look >= taking.every:
+            self.since_look = 0
+            seen_s = self.began_s if works and taking.ahead else self.now
+            while self.coming and self.coming[0][0] <= seen_s:
+                _, sent_s, index = self.coming.popleft()
+                self.waiting.append((sent_s, index))
         self.peak = max(self.peak, self.n_groups + len(self.coming) + len(self.waiting))
-        while self.waiting and self.scheduler.n_waiting <= self.scheduler.config.max_running:
+        self.holding = works and bool(self.waiting) and self._holds()
+        if self.holding:
+            return
+        self.held, room = 0, self.scheduler.config.token_budget if works and taking.hold_steps else math.inf
+        while self.waiting and room > 0 and self.scheduler.n_waiting <= self.scheduler.config.max_running:
+            room -= self.workload.arrivals[self.waiting[0][1]].prompt_tokens
             self._add(*self.waiting.popleft())
+
+    def _holds(self) -> bool:
+        """Whether the engine waits for more prompts beside those that decode."""
+        taking, decoding = self.taking, len(self.scheduler.decoding)
+        if not decoding or self.held >= taking.hold_steps:
+            return False
+        if taking.hold_prompts:
+            return len(self.waiting) < taking.hold_prompts
+        tokens = sum(self.workload.arrivals[index].prompt_tokens for _, index in self.waiting)
+        return tokens + decoding < taking.hold_tokens
+
+    def _count_step(self, begun_s: float, prompts: bool) -> None:
+        """A step is done that began at ``begun_s``: what the engine counts to its next look and to the end of holding."""
+        self.began_s = begun_s
+        if prompts:
+            self.since_look = self.taking.every
+        else:  # where steps are taken at once, looks that find nothing are between them
+            self.since_look = 1 + (self.since_look if self.since_look < self.taking.every else 0)
+        self.held += self.holding
 
     def _add(self, came_s: float, index: int) -> None:
         arrival, workload, config = self.workload.arrivals[index], self.workload, self.scheduler.config
@@ -258,6 +290,8 @@ class _Run:
                 self.now = next_s
                 continue
             n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
+            if self.holding:
+                n_steps = min(n_steps, self.taking.hold_steps - self.held)
             ended = self._steady(n_steps) if n_steps > 1 else self._step()
             before = len(self.times.e2e)
             for request in ended:
@@ -280,7 +314,9 @@ class _Run:
             if math.isnan(group.begun_s):
                 group.begun_s = self.now
         chunks = [Chunk(step.starts[i], step.counts[i], step.samples(i)) for i in prompts]
+        begun_s = self.now
         self._pass(n, tokens, chunks)
+        self._count_step(begun_s, bool(chunks))
         sampled = self._tokens(step.requests)
         ended = self.scheduler.update(step, sampled[:n] + [sampled[i] if chunks[i - n].samples else None for i in prompts])
         for i, chunk in zip(prompts, chunks, strict=True):
@@ -301,7 +337,9 @@ class _Run:
         until_s = self._next_s()
         taken = 0
         while taken < n_steps and (taken == 0 or self.now < until_s):
+            begun_s = self.now
             self._pass(n, tokens + taken * n, ())
+            self._count_step(begun_s, prompts=False)
             taken += 1
         return self.scheduler.advance(taken, self._tokens(decoding))
 

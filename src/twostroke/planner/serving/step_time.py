@@ -5,7 +5,6 @@ A step computes decode tokens of many requests and, beside them, part of a promp
 
     Σ_products (memory³ + arithmetic³)^⅓ + max(experts' memory, experts' tiles) + cache + prompt attention + elementwise
     + operators + collectives + step + requests·request
-
 with memory = weight bytes ÷ (bandwidth · share), arithmetic = 2·rows·weights ÷ (peak · share). The fit and its errors on
 models, batch sizes and tensor-parallel degrees that it had not seen are in benchmarks/planner/public_tables.
 """
@@ -139,10 +138,11 @@ def efficiencies(engine: str = "any", device: str = "") -> Efficiencies:
     return Efficiencies(**values)
 
 
-def front_end_s() -> float:
-    """Seconds between a client and an engine before a first token: HTTP, tokenising, handing over; measured TTFT less the
-    simulated."""
-    return float(efficiencies_table()["front_end_s"])
+def front_end_s(engine: str = "any") -> float:
+    """Seconds between a client and ``engine`` before a first token: HTTP, tokenising, handing over; measured TTFT less the
+    simulated. "any" stands for an engine without a row."""
+    found = efficiencies_table()["front_end_s"]
+    return float(found.get(engine, found["any"]))
 
 
 def is_fitted(hardware: Hardware) -> bool:
@@ -504,6 +504,13 @@ def _prompt_pairs(shard: Shard, pairs: float, fresh: float, prompt_tokens: float
     return fresh * smallest(pairs / fresh, reach - reach**2 / (2 * prompt_tokens))
 
 
+def devices_of_a_token(top_k: int, devices: int) -> float:
+    """Expected number of devices that hold one of a token's experts, chosen at random: n·(1 − (1 − 1/n)^k). Its row is sent to
+    each of them once, as products take it in (fp8), and comes back in the working type: "FP8 dispatching and BF16 combining"
+    (github.com/deepseek-ai/DeepEP, README)."""
+    return devices * (1.0 - (1.0 - 1.0 / devices) ** top_k)
+
+
 def one_pass(
     spec: ModelSpec,
     scheme: str,
@@ -573,8 +580,10 @@ def one_pass(
     )
     near, far = hardware.link_for(placement.stage_devices), hardware.link_for(placement.devices)
     row_bytes, stage = rows * spec.d_model * scheme_of(scheme).kept_bytes, placement.stage_devices
-    copies = smallest(spec.moe.top_k, stage) if spec.moe else 1
-    reduced, exchanged = all_reduce_sent_bytes(row_bytes, tensor), gather_sent_bytes(row_bytes * copies / tensor, stage)
+    reduced, exchanged = all_reduce_sent_bytes(row_bytes, tensor), 0.0
+    if spec.moe:
+        there_and_back = rows * spec.d_model * (bytes_of(dtype) + scheme_of(scheme).kept_bytes) / 2
+        exchanged = gather_sent_bytes(there_and_back * devices_of_a_token(spec.moe.top_k, stage) / tensor, stage)
     return Pass(
         products=tuple(part for part in products if part.n_bytes),
         cache=Part("attention", sums.cache_flops, read, sums.cache_flops / plain, read / bandwidth),
