@@ -23,8 +23,8 @@ constexpr float kSmallestMaximum = 1e-30f;
 constexpr int64_t kSampleBlock =
     64;  // weights whose sum and largest are kept, so that a later look skips what is too small
 
-// Rows in 15 bits: a number is scale · (128 · high + low), each a code in 8 bits. The codes and the scale of row r lie r ·
-// `stride` bytes behind those of row 0.
+// Rows in 15 bits: a number is scale · (128 · high + low), each a code in 8 bits. The codes and the scale of row r lie
+// r · `stride` bytes behind those of row 0.
 struct SplitRows {
     const int8_t *high, *low;
     const float* scale;
@@ -60,12 +60,12 @@ struct Kernels {
     void (*thin_bf16)(const uint32_t* packed, int64_t k, const uint32_t* x, int64_t ldx, int64_t m, int64_t n0,
                       int64_t n1, float* y, int64_t ldy, bool add);
 
-    // The same for codes in 8 bits: a word is four neighbouring inputs, each code + 128; 128 behind n and k. Outputs are
-    // multiplied with `scales` (of whole panels), unless null. The same bits on every target.
+    // The same for codes in 8 bits: a word is four neighbouring inputs, each code + 128; 128 behind n and k. Outputs
+    // are multiplied with `scales` (of whole panels), unless null. The same bits on every target.
     void (*thin_codes)(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
                        int64_t n1, float* y, int64_t ldy, bool add);
-    // A row of k numbers for it, zeros up to a multiple of 32. The largest is 127 · 128 units; a row that holds a NaN or an
-    // infinity gets such a scale.
+    // A row of k numbers for it, zeros up to a multiple of 32. The largest is 127 · 128 units; a row that holds a NaN
+    // or an infinity gets such a scale.
     void (*split_row)(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale);
 
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at

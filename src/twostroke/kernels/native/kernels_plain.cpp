@@ -172,8 +172,8 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
     }
 }
 
-void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0, int64_t n1,
-                float* y, int64_t ldy, bool add) {
+void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                int64_t n1, float* y, int64_t ldy, bool add) {
     const auto* weights = static_cast<const uint8_t*>(packed);
     for (int64_t r = 0; r < m; ++r)
         for (int64_t n = n0; n < n1; ++n) {

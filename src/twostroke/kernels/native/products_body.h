@@ -397,8 +397,8 @@ void thin_codes_of(const char* packed, int64_t k, const float* scales, const Spl
     }
 }
 
-void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0, int64_t n1,
-                float* y, int64_t ldy, bool add) {
+void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                int64_t n1, float* y, int64_t ldy, bool add) {
     const char* weights = static_cast<const char*>(packed);
     int64_t r = 0;
     for (; r + 2 <= m; r += 2) thin_codes_of<2>(weights, k, scales, x.from(r), n0, n1, y + r * ldy, ldy, add);
@@ -408,7 +408,8 @@ void thin_codes(const void* packed, int64_t k, const float* scales, const SplitR
 void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale) {
     const float maximum = largest_of(x, k);
     *scale = maximum / kSplitUnits;
-    const F32x16 inverse = broadcast(kSplitUnits / maximum), wide = broadcast(128.0f), narrow = broadcast(1.0f / 128.0f);
+    const F32x16 inverse = broadcast(kSplitUnits / maximum), wide = broadcast(128.0f),
+                 narrow = broadcast(1.0f / 128.0f);
     for (int64_t i = 0; i < k; i += 32) {
         I32x16 upper[2], lower[2];
         TS_EACH(j, 2) {

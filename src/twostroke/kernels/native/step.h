@@ -159,8 +159,8 @@ struct StepModel {
     float* value_scales;
 };
 
-// What an adapter's numbers are. F32 and BF16: they themselves (layout of Kernels::thin_f32 and thin_bf16). CODES: codes in
-// 8 bits (Kernels::thin_codes), B's of one rank with a scale that is part of AdapterAt::scales.
+// What an adapter's numbers are. F32 and BF16: they themselves (layout of Kernels::thin_f32 and thin_bf16). CODES:
+// codes in 8 bits (Kernels::thin_codes), B's of one rank with a scale that is part of AdapterAt::scales.
 enum class AdapterForm : int64_t { F32 = 0, BF16, CODES };
 
 // A part of an adapter, beside outputs [begin, begin + n) of an operation's matrix, or of MlpUp's `up` where `second`:

@@ -75,11 +75,13 @@ void make_form(const Kernels& kernels, AdapterForm form, const float* row, int64
 
 // Outputs [n0, n1) of k numbers of m rows, from `first` on.
 void multiply_thin(const Kernels& kernels, AdapterForm form, const void* packed, int64_t k, const float* scales,
-                   const FormRows& x, int64_t first, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+                   const FormRows& x, int64_t first, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
+                   bool add) {
     switch (form) {
         case AdapterForm::F32:
-            return kernels.thin_f32(static_cast<const float*>(packed), k, reinterpret_cast<const float*>(x.data) + first,
-                                    x.stride / 4, m, n0, n1, y, ldy, add);
+            return kernels.thin_f32(static_cast<const float*>(packed), k,
+                                    reinterpret_cast<const float*>(x.data) + first, x.stride / 4, m, n0, n1, y, ldy,
+                                    add);
         case AdapterForm::BF16:
             return kernels.thin_bf16(static_cast<const uint32_t*>(packed), (k + 1) / 2,
                                      reinterpret_cast<const uint32_t*>(x.data + 2 * first), x.stride / 4, m, n0, n1, y,
@@ -95,8 +97,8 @@ void multiply_thin(const Kernels& kernels, AdapterForm form, const void* packed,
 
 }  // namespace
 
-// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. A row of `to` is in the
-// adapter's form, zeros behind the last number.
+// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. A row of `to` is in
+// the adapter's form, zeros behind the last number.
 void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to) {
     const int64_t width = batch_->adapter_width, low = padded(k);
     ThreadMemory& own = *memory_[now.thread];
@@ -113,7 +115,8 @@ void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64
         float* const sums = plain ? to + r * width : own.thin_sums.get();
         multiply_thin(*kernels_, adapter.form, at.packed, k, at.scales, rows, 0, n_rows, 0, at.n, sums, width, false);
         for (int64_t i = 0; !plain && i < n_rows; i++)
-            make_form(*kernels_, adapter.form, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width), width);
+            make_form(*kernels_, adapter.form, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width),
+                      width);
     });
 }
 
