@@ -174,9 +174,9 @@ class Scheme:
         return self.computes_in_codes and NATIVE_FORMATS[self.native].rounds_inputs
 
     def adapter_element(self, native: bool) -> str:
-        """What an adapter beside weights of this scheme is held in: the native library has codes beside codes, with a scale a
-        rank, and else the type of activations."""
-        return "int8" if native and self.computes_in_codes and not self.experts_only else self.kept
+        """What an adapter beside weights of this scheme is held in: by the native library in codes with a scale a rank, beside
+        fp32 in fp32; by torch in the type of activations."""
+        return "int8" if native and self.kept != "fp32" else self.kept
 
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that

@@ -36,8 +36,7 @@ class _Form(NamedTuple):
 
 _FORMS = {
     "fp32": _Form(0, torch.float32, 1, 0),
-    "bf16": _Form(1, torch.bfloat16, 2, 0),
-    "int8": _Form(2, torch.uint8, 4, _CODE_ZERO),
+    "int8": _Form(1, torch.uint8, 4, _CODE_ZERO),
 }
 
 

@@ -159,9 +159,9 @@ struct StepModel {
     float* value_scales;
 };
 
-// What an adapter's numbers are. F32 and BF16: they themselves (layout of Kernels::thin_f32 and thin_bf16). CODES:
-// codes in 8 bits (Kernels::thin_codes), B's of one rank with a scale that is part of AdapterAt::scales.
-enum class AdapterForm : int64_t { F32 = 0, BF16, CODES };
+// What an adapter's numbers are: they themselves (Kernels::thin_f32), or codes in 8 bits (Kernels::thin_codes), a
+// rank's with a scale in A and one in B, whose product is AdapterAt::scales.
+enum class AdapterForm : int64_t { F32 = 0, CODES };
 
 // A part of an adapter, beside outputs [begin, begin + n) of an operation's matrix, or of MlpUp's `up` where `second`:
 // they gain `packed` (n, k) times numbers [first, first + k) of what AdapterAt made of a row.
@@ -180,7 +180,7 @@ struct AdapterAt {
 };
 struct Adapter {
     const AdapterAt* at;  // of each operation of the plan
-    AdapterForm form;     // the numbers of a word are of one part: two in BF16, four in CODES
+    AdapterForm form;     // the four numbers of a word of CODES are of one part
 };
 
 struct StepBatch {

@@ -56,43 +56,29 @@ size_t Step::reader_of(size_t norm) const { return norm + (ops_[norm + 1].kind =
 
 namespace {
 
-// Rows in the form that an adapter reads, `stride` bytes from one to the next: floats, bf16, or two codes a number
+// Rows in the form that an adapter reads, `stride` bytes from one to the next: floats, or two codes a number
 // (SplitRows), the lower ones `low` bytes behind the higher and the scale as far behind those.
 struct FormRows {
     const char* data;
     int64_t stride, low;
 };
 
-void make_form(const Kernels& kernels, AdapterForm form, const float* row, int64_t n, char* to, int64_t low) {
-    if (form == AdapterForm::CODES) {
-        auto* codes = reinterpret_cast<int8_t*>(to);
-        kernels.split_row(row, n, codes, codes + low, reinterpret_cast<float*>(to + 2 * low));
-    } else {
-        Rows made{1, nullptr, reinterpret_cast<const uint16_t*>(to), nullptr, nullptr, nullptr};
-        prepare_rows(Format::BF16, row, n, made, 0, 1);
-    }
+void split(const Kernels& kernels, const float* row, int64_t n, char* to, int64_t low) {
+    auto* codes = reinterpret_cast<int8_t*>(to);
+    kernels.split_row(row, n, codes, codes + low, reinterpret_cast<float*>(to + 2 * low));
 }
 
 // Outputs [n0, n1) of k numbers of m rows, from `first` on.
 void multiply_thin(const Kernels& kernels, AdapterForm form, const void* packed, int64_t k, const float* scales,
                    const FormRows& x, int64_t first, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
                    bool add) {
-    switch (form) {
-        case AdapterForm::F32:
-            return kernels.thin_f32(static_cast<const float*>(packed), k,
-                                    reinterpret_cast<const float*>(x.data) + first, x.stride / 4, m, n0, n1, y, ldy,
-                                    add);
-        case AdapterForm::BF16:
-            return kernels.thin_bf16(static_cast<const uint32_t*>(packed), (k + 1) / 2,
-                                     reinterpret_cast<const uint32_t*>(x.data + 2 * first), x.stride / 4, m, n0, n1, y,
-                                     ldy, add);
-        case AdapterForm::CODES: {
-            const auto* codes = reinterpret_cast<const int8_t*>(x.data);
-            const SplitRows rows{codes + first, codes + x.low + first,
-                                 reinterpret_cast<const float*>(x.data + 2 * x.low), x.stride};
-            return kernels.thin_codes(packed, (k + 3) / 4, scales, rows, m, n0, n1, y, ldy, add);
-        }
-    }
+    if (form == AdapterForm::F32)
+        return kernels.thin_f32(static_cast<const float*>(packed), k, reinterpret_cast<const float*>(x.data) + first,
+                                x.stride / 4, m, n0, n1, y, ldy, add);
+    const auto* codes = reinterpret_cast<const int8_t*>(x.data);
+    const SplitRows rows{codes + first, codes + x.low + first, reinterpret_cast<const float*>(x.data + 2 * x.low),
+                         x.stride};
+    kernels.thin_codes(packed, (k + 3) / 4, scales, rows, m, n0, n1, y, ldy, add);
 }
 
 }  // namespace
@@ -109,14 +95,12 @@ void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64
         if (!plain) {
             char* const made = own.thin_rows.get();
             rows = {made, kThinRowBytes + 2 * low, low};
-            for (int64_t i = 0; i < n_rows; i++)
-                make_form(*kernels_, adapter.form, x + (r + i) * k, k, made + i * rows.stride, low);
+            for (int64_t i = 0; i < n_rows; i++) split(*kernels_, x + (r + i) * k, k, made + i * rows.stride, low);
         }
         float* const sums = plain ? to + r * width : own.thin_sums.get();
         multiply_thin(*kernels_, adapter.form, at.packed, k, at.scales, rows, 0, n_rows, 0, at.n, sums, width, false);
         for (int64_t i = 0; !plain && i < n_rows; i++)
-            make_form(*kernels_, adapter.form, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width),
-                      width);
+            split(*kernels_, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width), width);
     });
 }
 
