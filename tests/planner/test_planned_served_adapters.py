@@ -22,7 +22,7 @@ def plan(*adapters: ServedAdapters, **changes: object) -> ServingPlan:
     return plan_serving(small_llama(), ServingShape(adapters=adapters, **changes), native())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("scheme", "element_bytes"), [("fp32", 4), ("bf16", 2), ("int8", 1), ("int4", 1)])
+@pytest.mark.parametrize(("scheme", "element_bytes"), [("fp32", 4), ("bf16", 1), ("int8", 1), ("int4", 1)])
 def test_memory_counts_both_factors_of_every_adapter(scheme: str, element_bytes: int) -> None:
     found = plan(ServedAdapters(3, 8, Q_AND_V), ServedAdapters(2, 16), scheme=scheme).memory_bytes["adapters"]
     spec = small_llama()

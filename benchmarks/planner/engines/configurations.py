@@ -83,7 +83,12 @@ class ServingCase:
         said = {"head": self.head_dtype, "cache": self.kv_dtype, "on": self.runner}
         parts = [self.sizes.name, self.scheme, f"b{self.batch}", f"p{self.prompt_tokens}"]
         parts += [f"{what}-{value}" for what, value in said.items() if value != "auto"]
-        parts += [*self.sampling, *(["adapters"] if self.adapters else []), *([f"lora-{self.loras}"] if self.loras else []), *(["http"] if self.over_http else [])]
+        parts += [
+            *self.sampling,
+            *(["adapters"] if self.adapters else []),
+            *([f"lora-{self.loras}"] if self.loras else []),
+            *(["http"] if self.over_http else []),
+        ]
         return "-".join(parts)
 
 

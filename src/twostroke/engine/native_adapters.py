@@ -17,7 +17,7 @@ from twostroke.engine import plan as p
 from twostroke.engine.adapters import Part, Parts
 from twostroke.engine.native_structs import CAdapter, CAdapterAt, CAdapterPart
 from twostroke.kernels.native_library import library
-from twostroke.kernels.native_matrix import PANEL_OUTPUTS, NativePair
+from twostroke.kernels.native_matrix import PANEL_OUTPUTS, NativePair, native_columns
 
 _LINE_BYTES = 64
 _WIDTH_MULTIPLE = 32  # of what is rounded together
@@ -45,8 +45,8 @@ class NativeAdapter:
     operation's A makes of a row, rounded up as the step has them. Raises CapacityError if it does not fit in memory.
 
     A's of one operation are one matrix, an A after another, each of whole words of rows. Matrices lie in panels of
-    ``PANEL_OUTPUTS`` outputs, each of which has that many words of neighbouring inputs in turn, and zeros behind the last output
-    and input (``ts::Kernels::thin_f32``). Codes of a rank share a scale in A and one in B, whose product is the rank's.
+    ``PANEL_OUTPUTS`` outputs, each of which has that many words of neighbouring inputs in turn, and zeros behind the last
+    output and input (``ts::Kernels::thin_f32``). Codes of a rank share a scale in A and one in B, whose product is the rank's.
     """
 
     def __init__(self, plan: p.Plan, parts: Parts, element: str) -> None:
@@ -113,18 +113,18 @@ class _Packed(NamedTuple):
         a, b = ([F.pad(part.a, (0, 0, 0, more)) for part, more in zip(parts, wide, strict=True)], [part.b for part in parts])
         scales = None
         if form.dtype is torch.uint8:
-            coded_a, coded_b = [_codes(m, 1) for m in a], [_codes(m, 0) for m in b]
-            a, b = [codes for codes, _ in coded_a], [codes for codes, _ in coded_b]
+            coded_a, coded_b = [_codes(m) for m in a], [_codes(m.T) for m in b]
+            a, b = [codes for codes, _ in coded_a], [codes.T.contiguous() for codes, _ in coded_b]
             of_b = [F.pad(scale, (0, more)) for (_, scale), more in zip(coded_b, wide, strict=True)]
             scales = torch.cat([x * y for (_, x), y in zip(coded_a, of_b, strict=True)])
             scales = F.pad(scales, (0, -len(scales) % PANEL_OUTPUTS))
         return cls(torch.cat(a), scales, list(_pieces(op, parts, a, b)))
 
 
-def _codes(matrix: Tensor, over: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales, one scale for all numbers along dimension ``over``."""
-    scale = matrix.abs().amax(over, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / (_CODE_ZERO - 1)
-    return (matrix / scale).round().add_(_CODE_ZERO).to(torch.uint8), scale.flatten()
+def _codes(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes as the library packs them, and a scale a row."""
+    codes, scale = native_columns(matrix)
+    return codes.view(torch.uint8) ^ _CODE_ZERO, scale
 
 
 def _pieces(op: p.Adaptable, parts: tuple[Part, ...], all_a: list[Tensor], all_b: list[Tensor]) -> Iterator[_Piece]:

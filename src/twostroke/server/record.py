@@ -13,8 +13,8 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
 from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.adapters import adapters_in
+from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.truth.recording import Planned, recording

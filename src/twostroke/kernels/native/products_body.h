@@ -353,8 +353,18 @@ constexpr int64_t kCodesAhead = 32 * kKRowBytes;  // of thin_codes
 
 // The sum of n codes times what weights are too large by.
 inline int32_t excess_of(const int8_t* codes, int64_t n) {
+    if (kCodeExcess == 0) return 0;
     int32_t sum = 0;
-    for (int64_t i = 0; kCodeExcess != 0 && i < n; ++i) sum += codes[i];
+    int64_t i = 0;
+    if (n >= kKRowBytes) {
+        I32x16 sums = zero_words();
+        for (; i + kKRowBytes <= n; i += kKRowBytes)
+            add_code_products(sums, broadcast(int32_t{0x01010101}), load_words(codes + i));
+        float lanes[kPanelOutputs];  // exact: far below 2²⁴
+        store_first(lanes, to_floats(sums), kPanelOutputs);
+        for (const float lane : lanes) sum += int32_t(lane);
+    }
+    for (; i < n; ++i) sum += codes[i];
     return kCodeExcess * sum;
 }
 

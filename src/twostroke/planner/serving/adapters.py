@@ -34,9 +34,6 @@ CODE_DIGITS = 2
 MANY_ROWS = 512
 """Thin products are as fast a FLOP as these rows are."""
 
-START_S = 0.0
-"""Of one adapter's products with one matrix in a layer."""
-
 CONFIG_NAME = "adapter_config.json"
 
 
@@ -105,9 +102,7 @@ def _element(shape: ServingShape) -> str:
 def read_bytes(spec: ModelSpec, shape: ServingShape, requests: int) -> float:
     """Bytes of adapters that a step of so many requests reads."""
     each = bytes_of(_element(shape))
-    return sum(
-        used * each * adapter_parameters(spec, group.rank, group.targets) for group, used in _used(shape, requests)
-    )
+    return sum(used * each * adapter_parameters(spec, group.rank, group.targets) for group, used in _used(shape, requests))
 
 
 def _used(shape: ServingShape, requests: int) -> list[tuple[ServedAdapters, float]]:
@@ -120,7 +115,7 @@ def adapter_works(
     spec: ModelSpec, shape: ServingShape, hardware: Hardware, requests: int, rows: float, working_set: float
 ) -> list[Work]:
     """What adapters add to a step of ``rows`` tokens of ``requests``: in each adapted matrix the larger of reading and
-    arithmetic, and starting."""
+    arithmetic."""
     if not shape.adapters:
         return []
     element = _element(shape)
@@ -136,6 +131,6 @@ def adapter_works(
                     numbers = letter("rank", group.rank) * (product.k + outputs)
                     flop, n_bytes = 2.0 * own_rows * numbers, used * each * numbers
                     limits = letter("digits", digits) * flop / rate, n_bytes / bandwidth
-                    work = Work.limited(product.component, flop, n_bytes, *limits, used * letter("starting", START_S))
+                    work = Work.limited(product.component, flop, n_bytes, *limits)
                     found.append(work.times(n_layers).called(f"{product.name}_adapters", "reading or multiplying both factors"))
     return found

@@ -397,7 +397,8 @@ class Native(Strategy):
         return [use for use in found if use.rows and use.times]
 
     def _working_set(self, phase: Phase) -> float:
-        """Bytes that are read between two uses of a matrix: weights, adapters, and in a decode step the cache; times ``crowding``."""
+        """Bytes that are read between two uses of a matrix, times ``crowding``: weights, adapters, and in a decode step the
+        cache."""
         shape = self.shape
         rows = shape.batch if phase == "decode" else shape.prompt_tokens
         weights = native_reuse_bytes(self.spec, shape.scheme, shape.head, rows, shape.others)

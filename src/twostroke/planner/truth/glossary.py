@@ -30,7 +30,6 @@ GLOSSARY: dict[str, str] = {
     "rank": "rank of adapters",
     "w_adapter": "bytes of one of an adapter's numbers",
     "digits": "products of 8 bits that a code of an adapter takes",
-    "starting": "seconds before an adapter's products with one matrix",
     "nf4": "bytes of a weight in NF4 with its scales",
     "between": "bytes of a weight, written and read between the operations that decode it",
     "data": "data-parallel replicas",
