@@ -53,7 +53,7 @@ SPECULATE = typer.Option(
 LORA = typer.Option(
     [],
     metavar="NAME=DIR|N,RANK,TARGET…",
-    help="Adapters that requests name in turn: directories in PEFT's layout, or how many of which rank and targets. Repeatable.",
+    help="Adapters that requests name in turn: directories in PEFT's layout, or how many of what rank and targets. Repeatable.",
 )
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
 SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
