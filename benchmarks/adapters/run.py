@@ -14,39 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
 from cases import SHAPES
 from models import write_model
+from random_adapters import write_adapter
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.families import read_spec
-from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
 from twostroke.ledger.code_version import code_version
-from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME
-from twostroke.model.adapters import PEFT_PREFIX, choose_targets
 from twostroke.scheduling.sampling_params import SamplingParams
 
 RANK, N_ADAPTERS, N_REQUESTS = 16, 8, 16
 TARGETS = {"q, v": ["q_proj", "v_proj"], "every matrix": ["all-linear"]}
 SCHEMES = ("bf16", "int8", "int4")
 BLOCK_STEPS = 4
-
-
-def write_adapter(spec: ModelSpec, base: Path, targets: list[str], directory: Path, seed: int) -> Path:
-    """An adapter of random numbers in peft's layout."""
-    directory.mkdir(parents=True)
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for target in choose_targets(spec, targets):
-        for which, shape in (("A", (RANK, target.columns)), ("B", (target.rows, RANK))):
-            tensors[f"{PEFT_PREFIX}{target.stored}.lora_{which}.weight"] = 0.02 * torch.randn(shape, generator=generator)
-    save_file(tensors, directory / WEIGHTS_NAME)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "base_model_name_or_path": str(base)}
-    (directory / CONFIG_NAME).write_text(json.dumps(config))
-    return directory
 
 
 def asked_engine(base: Path, scheme: str) -> EngineCore:
@@ -179,7 +163,7 @@ def main() -> None:
     schemes = arguments.schemes.split(",")
     with tempfile.TemporaryDirectory() as name:
         adapters = {
-            of: [write_adapter(read_spec(base), base, targets, Path(name) / f"{of}-{i}", i) for i in range(N_ADAPTERS)]
+            of: [write_adapter(read_spec(base), base, targets, RANK, Path(name) / f"{of}-{i}", i) for i in range(N_ADAPTERS)]
             for of, targets in TARGETS.items()
         }
         results = {

@@ -16,16 +16,25 @@ from small_models import EVERY, decoder_of
 from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, InputError
 from twostroke.core.schemes import TORCH_WEIGHTS
 from twostroke.engine import plan as p
-from twostroke.engine.adapters import Adapter, parts_of
+from twostroke.engine.adapters import Adapter, Part, parts_of
 from twostroke.engine.batch import BatchBuilder
 from twostroke.engine.core import EngineCore
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.llm import LLM
 from twostroke.engine.native_adapters import NativeAdapter
 from twostroke.kernels.native_library import holding, library, set_target
-from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME, Adapters, read_adapter_config
+from twostroke.model.adapter_directory import (
+    CONFIG_NAME,
+    OWN_NAME,
+    SCALED_INPUTS,
+    WEIGHTS_NAME,
+    Adapters,
+    read_adapter_config,
+)
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
+from twostroke.planner.serving.adapters import adapters_in, held_bytes
+from twostroke.planner.serving.shape import ServingShape
 from twostroke.scheduling.sampling_params import SamplingParams
 
 RUNNERS = ("torch", "native") if library() is not None else ("torch",)
@@ -106,6 +115,12 @@ def test_an_adapter_beside_a_rounded_base_is_as_exact_as_the_rounded_merged_mode
     assert off < 0.5 * ((exact - exact_logits([decoder_of("llama")] * 4, PROMPTS)).abs().mean() / exact.std())
 
 
+def in_codes(part: Part) -> Part:
+    """What codes of 8 bits stand for, with a scale a rank in A and one in B."""
+    a, b = part.a / (a_scale := part.a.abs().amax(1, keepdim=True) / 127), part.b / (b_scale := part.b.abs().amax(0) / 127)
+    return Part(part.begin, a.round() * a_scale, b.round() * b_scale)
+
+
 @pytest.fixture
 def best_target() -> Iterator[None]:
     yield
@@ -128,11 +143,9 @@ def test_the_native_step_adds_what_the_interpreter_of_its_plan_adds(
         found = first_logits(core, prompts[:n], loras)
         for name in "ab":
             adapter = core.adapters.get(name)
-            adapter.held = parts_of(
-                core.plan,
-                Adapters(adapter.directory, core.spec, read_adapter_config(adapter.directory)),
-                torch.bfloat16 if dtype == "int8" else torch.float32,
-            )
+            weights = Adapters(adapter.directory, core.spec, read_adapter_config(adapter.directory))
+            parts = parts_of(core.plan, weights, torch.float32)
+            adapter.held = {module: tuple(map(in_codes, of)) for module, of in parts.items()} if dtype == "int8" else parts
         for i, (prompt, lora) in enumerate(zip(prompts[:n], loras, strict=True)):
             core.add_request(str(i), prompt, GREEDY, lora=lora)
         step = core.scheduler.schedule()
@@ -228,6 +241,14 @@ def test_the_one_used_longest_ago_makes_room_and_none_that_is_in_use(tmp_path: P
     ]
     assert answers(llm, prompts, loras) == expected
     assert llm.stats().adapter_bytes <= 2 * one
+
+
+@pytest.mark.parametrize("dtype", [name for name in TORCH_WEIGHTS if library() is not None])
+def test_memory_is_what_the_plan_says(dtype: str, tmp_path: Path) -> None:
+    base, adapters, _ = models("llama", tmp_path, 2)
+    llm = LLM(base, {"a": adapters[0], "b": adapters[1]}, dtype=dtype, runner="native")
+    shape = ServingShape(scheme=dtype, adapters=adapters_in(adapters))
+    assert llm.stats().adapter_bytes == held_bytes(llm.engine.spec, shape)
 
 
 def test_requests_under_way_keep_an_adapter_that_is_unloaded(tmp_path: Path) -> None:
@@ -371,6 +392,19 @@ def test_latent_attention_says_what_it_cannot_serve(tmp_path: Path) -> None:
         LLM(base, {"a": adapters[0]}, dtype="fp32")
     out = adapter_of(base, "deepseek_v3", tmp_path / "out", 3, ("o_proj",))
     assert answers(LLM(base, {"a": out}, dtype="fp32"), [PROMPTS[0]], ["a"]) == [continued(load_model(out), PROMPTS[0])]
+
+
+def test_a_copy_with_scaled_inputs_takes_its_own_adapters_alone(tmp_path: Path) -> None:
+    base, (adapter, _), _ = models("llama", tmp_path, 2)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {SCALED_INPUTS: True}))
+    llm = LLM(base, {"own": adapter}, dtype="fp32")
+    (adapter / OWN_NAME).unlink()
+    changed(adapter, base_model_name_or_path="somewhere/else")
+    with pytest.raises(ConfigError, match="rounded with scaled inputs"):
+        llm.load_lora("other", adapter)
+    changed(adapter, base_model_name_or_path=f"hub/{base.name}")
+    llm.load_lora("trained on the copy", adapter)
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native library")

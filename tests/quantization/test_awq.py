@@ -10,6 +10,7 @@ import torch
 
 from small_models import EVERY, decoder_of, saved
 from twostroke.kernels.int4 import dequantize_groups, quantize_groups
+from twostroke.model.adapter_directory import scales_inputs
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 from twostroke.quantization.awq import EXPONENTS, fold_scales, folds, search_scales, shared
@@ -85,6 +86,8 @@ def test_a_scaled_copy_is_the_model_that_was_fitted(name: str, rounding: str, tm
     assert fitted.scaled
     report = quantize_model(source, tmp_path / "q", "int4-g32", fitted=fitted)
     assert report.relative_error < 0.15
+    assert scales_inputs(tmp_path / "q")
+    assert not scales_inputs(source)
     opened = load_model(tmp_path / "q")
     for canonical, codes in fitted.codes.items():
         assert torch.equal(opened.tensors[canonical], codes.values()), canonical

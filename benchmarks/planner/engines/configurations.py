@@ -62,7 +62,8 @@ class TrainingCase:
 @dataclass(frozen=True)
 class ServingCase:
     """A model under one scheme, ``batch`` requests of one prompt length decoding together; ``over_http``: as many users of a
-    server. ``sampling`` is what they ask for beyond the largest logit."""
+    server. ``sampling`` is what they ask for beyond the largest logit, ``loras`` describes adapters that they name in turn, as
+    ``plan serve --lora`` does; ``adapters``: the model is a directory of adapters, served merged."""
 
     sizes: Sizes
     scheme: str = "bf16"
@@ -74,6 +75,7 @@ class ServingCase:
     runner: str = "auto"
     sampling: tuple[str, ...] = ()
     adapters: bool = False
+    loras: str = ""
     over_http: bool = False
 
     @property
@@ -81,7 +83,12 @@ class ServingCase:
         said = {"head": self.head_dtype, "cache": self.kv_dtype, "on": self.runner}
         parts = [self.sizes.name, self.scheme, f"b{self.batch}", f"p{self.prompt_tokens}"]
         parts += [f"{what}-{value}" for what, value in said.items() if value != "auto"]
-        parts += [*self.sampling, *(["adapters"] if self.adapters else []), *(["http"] if self.over_http else [])]
+        parts += [
+            *self.sampling,
+            *(["adapters"] if self.adapters else []),
+            *([f"lora-{self.loras}"] if self.loras else []),
+            *(["http"] if self.over_http else []),
+        ]
         return "-".join(parts)
 
 
@@ -189,6 +196,9 @@ WRITTEN_SERVING = (
     ServingCase(LONG, "int8", 2, 8192, kv_dtype="int8"),
     ServingCase(SMALL_SERVED, "bf16", 2, 128, runner="torch"),
     ServingCase(SMALL_SERVED, "bf16", 4, 128, adapters=True),
+    ServingCase(SMOL, "bf16", 16, 64, loras="8,16,q_proj,v_proj"),
+    ServingCase(SMOL, "int8", 16, 64, loras="8,16,all-linear"),
+    ServingCase(SMOL, "int4", 16, 64, loras="8,16,q_proj,v_proj"),
     ServingCase(DEMO, "int8", 4, 64, over_http=True),
     ServingCase(SMALL_SERVED, "bf16", 1, 128, over_http=True),
     ServingCase(GROUPED, "int8", 16, 128, over_http=True),

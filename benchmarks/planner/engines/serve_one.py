@@ -7,15 +7,20 @@ token, TPOT of decode steps with the whole batch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from configurations import SAMPLING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "adapters"))
 
 PROMPTS = ((256, 25), (1024, 9))
 """Prompts of up to so many tokens, so often; of longer ones ``LONG``. A short one takes milliseconds, and a machine that is
@@ -36,6 +41,7 @@ def main(directory: str, case: dict[str, Any]) -> None:
     from twostroke.engine.core import EngineCore
     from twostroke.ledger.store import Ledger
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.adapters import ServedAdapters
     from twostroke.planner.serving.plan import plan_serving, request_kv_bytes
     from twostroke.planner.truth.intervals import predict_with_intervals
     from twostroke.quantization.held import serving_shape
@@ -49,6 +55,8 @@ def main(directory: str, case: dict[str, Any]) -> None:
     params = {"temperature": 0.0} | {k: v for kind in case["sampling"] for k, v in SAMPLING[kind].items()}
     asked = {"batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     asked["sampling"] = SamplingParams(**params).kinds
+    described = ServedAdapters.parse(case["loras"]) if case["loras"] else None
+    asked["adapters"] = (described,) if described else ()
     n_prompts = next((n for longest_prompt, n in PROMPTS if prompt_tokens <= longest_prompt), LONG)
     request_bytes = request_kv_bytes(spec, serving_shape(directory, spec, settings, **asked))
     cache = int(max(2 * (batch + 2), n_prompts + 2) * request_bytes)  # each prompt finds pages that none has touched
@@ -65,6 +73,14 @@ def main(directory: str, case: dict[str, Any]) -> None:
 
     engine = EngineCore(directory, replace(settings, kv_cache_bytes=cache))
     ready_s = time.time() - psutil.Process().create_time()
+    if described is not None:
+        from random_adapters import write_adapter
+
+        with tempfile.TemporaryDirectory() as folder:
+            for i in range(described.count):
+                to = Path(folder) / str(i)
+                engine.load_adapter(str(i), write_adapter(spec, Path(directory), described.targets, described.rank, to, i))
+    loras = itertools.cycle(sorted(engine.adapters.known) or [None])
 
     generator = torch.Generator().manual_seed(0)
     numbers = iter(range(10**9))
@@ -72,7 +88,7 @@ def main(directory: str, case: dict[str, Any]) -> None:
     def add(n_output: int) -> str:
         tokens = torch.randint(0, spec.vocab_size, (prompt_tokens,), generator=generator).tolist()
         name = f"r{next(numbers)}"
-        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, **params))
+        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, **params), lora=next(loras))
         return name
 
     def timed(run: Callable[[], int], repeats: int) -> tuple[float, float]:

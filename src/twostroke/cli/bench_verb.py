@@ -14,7 +14,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
 from twostroke.cli.opened_model import opened_model
-from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
+from twostroke.core.adapter_names import LORA_HELP, adapters_of
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
@@ -84,8 +84,6 @@ def bench_serve(
     if model is None and url is None:
         raise ConfigError("give a model directory to serve, or --url of a running server.")
     adapters = adapters_of(lora)
-    if adapters:
-        log(NOT_PLANNED)
     if adapters and (url is not None or served_name is not None):
         raise ConfigError(
             "--lora is for a server that is started here. Of a running one, name the adapter: --served-name NAME."
@@ -142,7 +140,7 @@ def bench_serve(
                 directory, spec, engine, sampling=sampling, speculation=drafts_seen(directory, engine.speculate)
             )
             inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
-            plan = functools.partial(_planned_load, spec, load, shape)
+            plan = functools.partial(_planned_load, spec, load, shape, adapters)
         tokenizer = None
         if directory is not None:
             from twostroke.data.tokenizer import load_tokenizer
@@ -194,8 +192,6 @@ def bench_offline(
     from twostroke.engine.llm import LLM
 
     adapters = adapters_of(lora)
-    if adapters:
-        log(NOT_PLANNED)
     llm = LLM(directory, adapters, **engine.changed())
     inputs: dict[str, Any] = {"directory": str(directory.resolve()), "scheme": shape.scheme, "in_int8": shape.in_int8}
     inputs |= {"in_bf16": shape.in_bf16, **engine.changed()}
@@ -212,7 +208,7 @@ def bench_offline(
         for n in offline.batches:
             subject, plan = (
                 f"{directory.resolve().name} offline, batch {n}",
-                functools.partial(_planned_offline, spec, shape, n),
+                functools.partial(_planned_offline, spec, shape, n, adapters),
             )
             with recording("bench", subject, inputs | {"batch": n}, plan, log) as run:
                 with run.meter:
@@ -260,22 +256,25 @@ def _first_key(file: Path) -> str:
     return keys[0]
 
 
-def _planned_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape) -> Planned:
+def _planned_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, adapters: Mapping[str, Path]) -> Planned:
     from twostroke.bench.prediction import predict_load
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.adapters import adapters_in
     from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
+    shape = replace(shape, adapters=adapters_in(adapters.values()))
     return Planned(predict_load(spec, load, shape, machine), machine)
 
 
-def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int) -> Planned:
+def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters: Mapping[str, Path]) -> Planned:
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.adapters import adapters_in
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
-    plan = plan_serving(spec, replace(shape, batch=batch), machine).prediction()
+    plan = plan_serving(spec, replace(shape, batch=batch, adapters=adapters_in(adapters.values())), machine).prediction()
     names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s", "output_tok_per_s", "energy_per_mtok_kwh", "cost_per_mtok_usd"]
     names += ["ttft_s"] if batch == 1 else []
     return Planned({name: plan[name] for name in names}, machine)

@@ -16,7 +16,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
-from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
+from twostroke.core.adapter_names import LORA_HELP, adapters_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import ConfigError, InputError, TwostrokeError
@@ -76,12 +76,10 @@ def generate(
     if len(adapters) > 1 and len(adapters) != len(prompts):
         raise ConfigError(f"{len(adapters)} adapters for {len(prompts)} prompts. Give one for all, or one for each.")
     named = [*adapters] if len(adapters) > 1 else next(iter(adapters), None)
-    if adapters:
-        log(NOT_PLANNED)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
     inputs |= {"lora": [*adapters]} if adapters else {}
     inputs["speculate"] = engine.speculate
-    plan = functools.partial(_planned, directory, prompts, params, engine)
+    plan = functools.partial(_planned, directory, prompts, params, engine, adapters)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
     # Idle OpenMP threads must sleep soon: while they spin, the thread that they wait for may have no core.
@@ -227,11 +225,18 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 
-def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, engine: EngineSettings) -> Planned:
+def _planned(
+    directory: Path,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    engine: EngineSettings,
+    adapters: Mapping[str, Path],
+) -> Planned:
     """The plan of all prompts at once, each of the mean length and computed once for all its answers."""
     from twostroke.core.families import read_spec
     from twostroke.data.tokenizer import load_tokenizer
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.adapters import adapters_in
     from twostroke.planner.serving.first_answer import as_first_answers
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.serving.under_load import Server
@@ -254,6 +259,7 @@ def _planned(directory: Path, prompts: Sequence[str], params: SamplingParams, en
         output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
         sampling=params.kinds,
         speculation=drafts_seen(directory, engine.speculate),
+        adapters=adapters_in(adapters.values()),
     )
     plan = plan_serving(spec, shape, hardware)
     at_once = Workload.open(math.inf, shape.prompts, shape.prompt_tokens, shape.output_tokens, answers=shape.answers)

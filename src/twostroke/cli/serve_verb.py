@@ -10,7 +10,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
-from twostroke.core.adapter_names import LORA_HELP, NOT_PLANNED, adapters_of
+from twostroke.core.adapter_names import LORA_HELP, adapters_of
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes, format_count, format_seconds
@@ -79,7 +79,7 @@ def serve(
             }
             sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
             line = f"serving {started.names[0]} ({ready.dtype}, {sizes}) at {started.url}/v1"
-            for note in (*ready.notes, *([NOT_PLANNED] if adapters else [])):
+            for note in ready.notes:
                 log(note)
             emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from twostroke.core.errors import ConfigError, InputError
 
 MAX_NAME = 200
-NOT_PLANNED = "the prediction leaves adapters out: their memory and their share of a step are not planned."
 LORA_HELP = "Adapter in PEFT's layout, as NAME=DIR. Repeatable."
 
 

@@ -173,6 +173,11 @@ class Scheme:
         """Whether the native library rounds what is multiplied with the codes to 8 bits, a scale a row."""
         return self.computes_in_codes and NATIVE_FORMATS[self.native].rounds_inputs
 
+    def adapter_element(self, native: bool) -> str:
+        """What an adapter beside weights of this scheme is held in: by the native library in codes with a scale a rank, beside
+        fp32 in fp32; by torch in the type of activations."""
+        return "int8" if native and self.kept != "fp32" else self.kept
+
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that
         they are expanded to at loading."""

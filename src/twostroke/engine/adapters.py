@@ -19,12 +19,19 @@ from torch import Tensor
 from twostroke.core.dtypes import TORCH_NAMES, bytes_of
 from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, InputError, TwostrokeError
 from twostroke.core.policy import MAX_ADAPTER_RANK, MAX_ADAPTERS
-from twostroke.core.schemes import scheme_of
 from twostroke.core.units import format_bytes
 from twostroke.engine import plan as p
 from twostroke.engine.lowering import head_rows
 from twostroke.engine.meters import EngineStats
-from twostroke.model.adapter_directory import CONFIG_NAME, WEIGHTS_NAME, Adapters, fingerprint, read_adapter_config
+from twostroke.model.adapter_directory import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    AdapterConfig,
+    Adapters,
+    fingerprint,
+    read_adapter_config,
+    scales_inputs,
+)
 from twostroke.model.adapters import Target
 from twostroke.model.families import stored_order
 from twostroke.scheduling.request import Request
@@ -80,12 +87,13 @@ class AdapterCounts:
 @dataclass(eq=False)
 class AdapterStore:
     """The adapters of one plan, at most ``MAX_ADAPTERS``, of which those that were used last are in memory, ``budget_bytes`` at
-    most together. ``directory`` is the base's, ``hold`` the runner's."""
+    most together. ``directory`` is the base's, ``hold`` the runner's, ``element`` the type of a number that it holds."""
 
     plan: p.Plan
     directory: Path
     budget_bytes: int
     hold: Hold
+    element: str
     quantised: bool = False
     counts: AdapterCounts = field(default_factory=AdapterCounts)
 
@@ -93,7 +101,8 @@ class AdapterStore:
         self.known: dict[str, Adapter] = {}
         self._in_memory: list[Adapter] = []
         self._n_added = self._clock = 0
-        self._dtype: torch.dtype = getattr(torch, TORCH_NAMES[scheme_of(self.plan.weights).kept])
+        # Of codes the runner rounds once, from the numbers as they are stored.
+        self._dtype = torch.float32 if self.element == "int8" else getattr(torch, TORCH_NAMES[self.element])
         self._base_fingerprint: str | None = None
 
     @property
@@ -211,6 +220,11 @@ class AdapterStore:
                 f"{directory} was trained on other weights than those of {self.directory}. Serve its own base, "
                 f"{config.base:.200}."
             )
+        if scales_inputs(self.directory) and not self._is_base_of(config):
+            raise ConfigError(
+                f"{self.directory} was rounded with scaled inputs (AWQ), and {directory} was trained on the model before that: "
+                "it would compute something else. Serve a copy that was rounded another way, as --rounding gptq."
+            )
         weights = Adapters(directory, self.plan.spec, config)
         if weights.widest > MAX_ADAPTER_RANK:
             raise ConfigError(f"{directory} has rank {weights.widest}; adapters of up to {MAX_ADAPTER_RANK} are served.")
@@ -221,13 +235,19 @@ class AdapterStore:
                 f"{directory} adapts {lacking.stored}, which is folded into other matrices or one of a mixture's when it is "
                 "served. Serve the directory itself as a model: it is merged when it is read."
             )
-        adapter.n_bytes = int(weights.n_elements * bytes_of(scheme_of(self.plan.weights).kept))
+        adapter.n_bytes = int(weights.n_elements * bytes_of(self.element))
         if adapter.n_bytes > self.budget_bytes:
             raise CapacityError(
                 f"{directory} takes {format_bytes(adapter.n_bytes)}, and adapters may take {format_bytes(self.budget_bytes)}. "
                 "Raise --lora-memory-gib."
             )
         return weights
+
+    def _is_base_of(self, config: AdapterConfig) -> bool:
+        """Whether an adapter was trained on this very directory: by its fingerprint, else by its base's name."""
+        if config.fingerprint is not None:
+            return config.fingerprint == self._fingerprint
+        return Path(config.base).name == self.directory.resolve().name
 
     @property
     def _fingerprint(self) -> str:

@@ -120,7 +120,8 @@ class EngineCore:
         # Only now: the default cache is a share of the memory that the weights have left.
         scheduler_config = _fit(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
-        self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), quantised)
+        element = scheme_of(self.plan.weights).adapter_element(native)
+        self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), element, quantised)
         self.scheduler = Scheduler(scheduler_config, adapters=self.adapters)
         # Only the tiled pool has scales, so an int8 cache takes it under the torch runner as well.
         make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError, ConfigError
-from twostroke.core.schemes import CACHES
+from twostroke.core.schemes import CACHES, scheme_of
 from twostroke.engine import plan as p
 from twostroke.engine.adapters import Parts
 from twostroke.engine.expert_load import ExpertLoad
@@ -163,7 +163,7 @@ class NativeRunner:
     def hold(self, parts: Parts) -> NativeAdapter:
         """The form in which the library reads an adapter."""
         self._n_held += 1
-        return NativeAdapter(self.plan, parts)
+        return NativeAdapter(self.plan, parts, scheme_of(self.plan.weights).adapter_element(native=True))
 
     def release_logits(self) -> None:
         """Free the logits if they have more rows than requests may run at once."""

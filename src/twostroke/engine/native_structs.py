@@ -188,9 +188,15 @@ class CAdapterPart(ctypes.Structure):
 
 @mirror("AdapterAt")
 class CAdapterAt(ctypes.Structure):
-    _fields_ = [("packed", _POINTER), ("n", _I64), ("n_parts", _I64), ("parts", CAdapterPart * MOST_PARTS)]
+    _fields_ = [
+        ("packed", _POINTER),
+        ("scales", _POINTER),
+        ("n", _I64),
+        ("n_parts", _I64),
+        ("parts", CAdapterPart * MOST_PARTS),
+    ]
 
 
 @mirror("Adapter")
 class CAdapter(ctypes.Structure):
-    _fields_ = [("at", _POINTER), ("bf16", _I64)]
+    _fields_ = [("at", _POINTER), ("form", _I64)]

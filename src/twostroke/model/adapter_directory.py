@@ -41,12 +41,16 @@ from twostroke.model.adapters import (
     peft_module,
 )
 from twostroke.model.families import read_entry, write_entry
+from twostroke.model.published import awq
 from twostroke.model.published.storage import FLOATS
 from twostroke.model.safetensors_file import INDEX_NAME, SINGLE_NAME, read_header
 from twostroke.model.save import COMPANION_FILES, require_writable, written_aside
 
 CONFIG_NAME, WEIGHTS_NAME, OWN_NAME = "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json"
 _SAMPLE_BYTES = 2**20
+
+SCALED_INPUTS = "twostroke_scaled_inputs"
+"""Key of ``config.json`` of a copy whose matrices read scaled inputs: adapters of the original compute something else there."""
 
 Get = Callable[[str], Tensor]
 OpenBase = Callable[[Path], tuple[ModelSpec, Get]]
@@ -174,6 +178,14 @@ def fingerprint(directory: Path | str) -> str:
             stream.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def scales_inputs(directory: Path | str) -> bool:
+    """Whether the matrices in ``directory`` read other inputs than those of the model that it was rounded from, as AWQ's do."""
+    document = read_object(Path(directory) / "config.json")
+    quantised = document.get("quantization_config")
+    published = isinstance(quantised, dict) and quantised.get("quant_method") == awq.METHOD
+    return published or bool(document.get(SCALED_INPUTS))
 
 
 def save_adapters(

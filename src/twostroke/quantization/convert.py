@@ -18,6 +18,7 @@ from twostroke.core.families.weights import Entry
 from twostroke.core.schemes import DEFAULT_WRITTEN, Scheme, written_scheme
 from twostroke.kernels.codes import CODE_TYPES, quantize
 from twostroke.kernels.words import pack_words
+from twostroke.model.adapter_directory import SCALED_INPUTS
 from twostroke.model.families import read_entry, stored_rows, write_entry
 from twostroke.model.load import open_weights
 from twostroke.model.published.compressed_tensors import PACKED, SCALE, SHAPE, ZERO
@@ -86,6 +87,8 @@ def quantize_model(
         tensors = converter.tensors(progress or (lambda done, note: None))
         written = write_tensors(converter.due(), tensors, aside, MAX_SHARD_BYTES)
         document = config | {"torch_dtype": "bfloat16", "quantization_config": converter.stored.config()}
+        if fitted is not None and fitted.scaled:
+            document[SCALED_INPUTS] = True
         document.pop("dtype", None)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         for name in COMPANION_FILES:

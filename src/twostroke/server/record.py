@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
 from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.adapters import adapters_in
 from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -48,26 +49,26 @@ def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Map
 
 
 class ServeRecord:
-    """The entry of one server. Its prediction is frozen before the model is loaded."""
+    """The entry of one server with ``adapters``, directories by name. Its prediction is frozen before the model is loaded."""
 
-    def __init__(self, directory: Path, settings: EngineSettings) -> None:
+    def __init__(self, directory: Path, settings: EngineSettings, adapters: Mapping[str, str] | None = None) -> None:
         self._directory = directory
         self._shape: ServingShape | None = None
         inputs = {"directory": str(directory), **plain(settings)}
-        plan = functools.partial(self._plan, directory, settings)
+        plan = functools.partial(self._plan, directory, settings, [Path(each) for each in (adapters or {}).values()])
         self._run = recording("serve", directory.resolve().name, inputs, plan, log.warning)
 
     @property
     def run_id(self) -> str | None:
         return self._run.run_id
 
-    def _plan(self, directory: Path, settings: EngineSettings) -> Planned:
+    def _plan(self, directory: Path, settings: EngineSettings, adapters: Sequence[Path]) -> Planned:
         spec = spec_from_config(read_config(directory))
         longest = min(settings.max_model_len or spec.max_positions, spec.max_positions)
         # The planner's usual shape: a prompt of half a short context, and of at most 512 tokens.
         prompt = max(1, min(512, longest // 2))
         lengths = {"prompt_tokens": prompt, "output_tokens": max(1, min(128, longest - prompt))}
-        shape = serving_shape(directory, spec, settings, batch=1, **lengths)
+        shape = serving_shape(directory, spec, settings, batch=1, adapters=adapters_in(adapters), **lengths)
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")

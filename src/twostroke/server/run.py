@@ -66,7 +66,7 @@ def serve_model(
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
-    record = ServeRecord(settings.directory, settings.engine)
+    record = ServeRecord(settings.directory, settings.engine, settings.adapters)
 
     def ready(engine: wire.Ready) -> None:
         startup_s = process_age_s()

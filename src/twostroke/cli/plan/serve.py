@@ -25,12 +25,14 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
+from twostroke.core.adapter_names import adapters_of
 from twostroke.core.engine_settings import DRAFT, OFF
 from twostroke.core.engine_settings import SETTINGS as ENGINE_SETTINGS
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import model_directory
 
 if TYPE_CHECKING:
+    from twostroke.planner.serving.adapters import ServedAdapters
     from twostroke.planner.serving.shape import Speculation
 
 TENSOR = typer.Option(1, "--tp", "--tensor", help="Devices that share every matrix (tensor parallel).")
@@ -47,6 +49,11 @@ SPECULATE = typer.Option(
     metavar="γ,α,c|HOW",
     help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's; or off, auto, ngram or draft:DIR as the "
     "model's last run with that found it.",
+)
+LORA = typer.Option(
+    [],
+    metavar="NAME=DIR|N,RANK,TARGET…",
+    help="Adapters that requests name in turn: directories in PEFT's layout, or how many of what rank and targets. Repeatable.",
 )
 SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
 SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
@@ -76,6 +83,7 @@ def serve(
     engine: str = ENGINE,
     prefix_hit_share: float = PREFIX_HITS,
     speculate: str = SPECULATE,
+    lora: list[str] = LORA,
     slo_ttft_ms: float = SLO_TTFT,
     slo_tpot_ms: float = SLO_TPOT,
     rate: float = RATE,
@@ -115,7 +123,7 @@ def serve(
         found, scheme, batch, prompt_tokens, output_tokens, head_dtype=head_dtype,
         kv_dtype=kv_dtype, kv_cache_bytes=kv_cache_bytes, max_model_len=max_model_len, tensor=tensor, pipeline=pipeline,
         expert=expert, engine=engine, prefix_hit_share=prefix_hit_share,
-        speculation=_speculation(subject, speculate),
+        speculation=_speculation(subject, speculate), adapters=_adapters(lora),
     )  # fmt: skip
     planned = fitting_plan(found.spec, shape, machine)
     planned = dataclasses.replace(planned, notes=(*planned.notes, *found.notes))
@@ -139,6 +147,15 @@ def serve(
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)
+
+
+def _adapters(options: list[str]) -> tuple[ServedAdapters, ...]:
+    """What ``--lora`` asks for: directories together, and each description by itself."""
+    from twostroke.planner.serving.adapters import ServedAdapters, adapters_in
+
+    named = adapters_of([option for option in options if "=" in option])
+    described = tuple(ServedAdapters.parse(option) for option in options if "=" not in option)
+    return adapters_in(named.values()) + described
 
 
 def _speculation(subject: str, text: str) -> Speculation | None:

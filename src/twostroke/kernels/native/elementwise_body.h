@@ -266,19 +266,11 @@ ts::Best best(const float* x, int64_t n) {
     return found;
 }
 
-// sums + a weight of 16 outputs times an input: a number, or a pair of bf16 in a word.
-TS_INLINE void add_thin(Floats& sum, const float* weights, const float* x) { sum = fma(all(*x), load(weights), sum); }
-TS_INLINE void add_thin(Floats& sum, const uint32_t* weights, const uint32_t* x) {
-    uint32_t word;
-    std::memcpy(&word, x, 4);
-    sum = dot_pairs(sum, load_words(weights), all_words(word));
-}
-
 constexpr int kThinAhead = 32;  // inputs
 
 // R rows of one panel. Four chains of sums hide the latency of an addition, the same four for any R.
-template <int R, class T>
-TS_INLINE void thin_block(const T* panel, int64_t k, const T* x, int64_t ldx, Floats (&sum)[R]) {
+template <int R>
+TS_INLINE void thin_block(const float* panel, int64_t k, const float* x, int64_t ldx, Floats (&sum)[R]) {
     Floats chains[R][4];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
@@ -290,12 +282,13 @@ TS_INLINE void thin_block(const T* panel, int64_t k, const T* x, int64_t ldx, Fl
         for (int j = 0; j < 4; j++) {
             __builtin_prefetch(panel + (i + j + kThinAhead) * kLanes, 0, 3);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) add_thin(chains[r][j], panel + (i + j) * kLanes, x + r * ldx + i + j);
+            for (int r = 0; r < R; r++)
+                chains[r][j] = fma(all(x[r * ldx + i + j]), load(panel + (i + j) * kLanes), chains[r][j]);
         }
     }
     for (; i < k; i++) {
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) add_thin(chains[r][0], panel + i * kLanes, x + r * ldx + i);
+        for (int r = 0; r < R; r++) chains[r][0] = fma(all(x[r * ldx + i]), load(panel + i * kLanes), chains[r][0]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sum[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
@@ -312,22 +305,21 @@ TS_INLINE void put(float* y, Floats value, int first, int last, bool add) {
     for (int i = first; i < last; i++) y[i] = add ? y[i] + lanes[i] : lanes[i];
 }
 
-template <int R, class T>
-TS_INLINE void thin_rows(const T* panel, int64_t k, const T* x, int64_t ldx, float* y, int64_t ldy, int first, int last,
-                         bool add) {
+template <int R>
+TS_INLINE void thin_rows(const float* panel, int64_t k, const float* x, int64_t ldx, float* y, int64_t ldy, int first,
+                         int last, bool add) {
     Floats sum[R];
     thin_block<R>(panel, k, x, ldx, sum);
     for (int r = 0; r < R; r++) put(y + r * ldy, sum[r], first, last, add);
 }
 
-template <class T>
-void thin(const T* packed, int64_t k, const T* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
-          bool add) {
+void thin_f32(const float* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+              int64_t ldy, bool add) {
     for (int64_t panel = n0 / kLanes; panel * kLanes < n1; panel++) {
         const int64_t begin = panel * kLanes;
         const int first = static_cast<int>(begin < n0 ? n0 - begin : 0);
         const int last = static_cast<int>(n1 - begin < kLanes ? n1 - begin : kLanes);
-        const T* from = packed + begin * k;
+        const float* from = packed + begin * k;
         int64_t r = 0;
         for (; r + 4 <= m; r += 4) thin_rows<4>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
         for (; r + 2 <= m; r += 2) thin_rows<2>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
@@ -344,8 +336,7 @@ constexpr ts::Kernels with_elementwise(ts::Kernels k) {
     k.activate = activate;
     k.bound = bound;
     k.best = best;
-    k.thin_f32 = thin<float>;
-    k.thin_bf16 = thin<uint32_t>;
+    k.thin_f32 = thin_f32;
     return k;
 }
 

@@ -23,6 +23,19 @@ constexpr float kSmallestMaximum = 1e-30f;
 constexpr int64_t kSampleBlock =
     64;  // weights whose sum and largest are kept, so that a later look skips what is too small
 
+// Rows in 15 bits: a number is scale · (128 · high + low), each a code in 8 bits. The codes and the scale of row r lie
+// r · `stride` bytes behind those of row 0.
+struct SplitRows {
+    const int8_t *high, *low;
+    const float* scale;
+    int64_t stride;
+    SplitRows from(int64_t r) const {
+        return {high + r * stride, low + r * stride,
+                reinterpret_cast<const float*>(reinterpret_cast<const char*>(scale) + r * stride), stride};
+    }
+};
+constexpr float kSplitUnits = 127.0f * 128.0f;
+
 struct Kernels {
     // Matrix products: matrix.h has their meaning.
     void (*product)(const Matrix&, const Rows&, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add);
@@ -40,12 +53,18 @@ struct Kernels {
     Best (*best)(const float* x, int64_t n);
 
     // Outputs [n0, n1) of m rows: y (+)= x·Wᵀ for a W (n, k) with few inputs or few outputs. W lies in panels of 16
-    // outputs, each k times 16 numbers; outputs behind n are 0. In bf16 a number is a word of two neighbouring inputs,
-    // of W and of x, and k and ldx count words. A row's result does not depend on m, n0 or n1.
+    // outputs, each k times 16 numbers; outputs behind n are 0. A row's result does not depend on m, n0 or n1.
     void (*thin_f32)(const float* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1,
                      float* y, int64_t ldy, bool add);
-    void (*thin_bf16)(const uint32_t* packed, int64_t k, const uint32_t* x, int64_t ldx, int64_t m, int64_t n0,
-                      int64_t n1, float* y, int64_t ldy, bool add);
+
+    // The same for codes in 8 bits: a number is a word of four neighbouring inputs, each code + 128, and k counts
+    // words; 128 stands behind n and k. Outputs are multiplied with `scales` (of whole panels), unless null. The same
+    // bits on every target.
+    void (*thin_codes)(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                       int64_t n1, float* y, int64_t ldy, bool add);
+    // A row of k numbers for it, zeros up to a multiple of 32. The largest is 127 · 128 units; a row that holds a NaN
+    // or an infinity gets such a scale.
+    void (*split_row)(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale);
 
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at
     // least.

@@ -138,6 +138,18 @@ void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, fl
         }
 }
 
+// The largest magnitude of a row, compared as integers: NaN is above all numbers, and stays.
+float largest_of(const float* x, int64_t k) {
+    uint32_t bits = bits_of_float(kSmallestMaximum);
+    for (int64_t i = 0; i < k; ++i) bits = std::max(bits, bits_of_float(x[i]) & 0x7fffffff);
+    return float_of_bits(bits);
+}
+
+int8_t code_of(float value) {  // not finite: the scale says so
+    const float code = std::nearbyint(value);
+    return std::fabs(code) <= 127.0f ? int8_t(code) : int8_t{0};
+}
+
 void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t first, int64_t last) {
     const int64_t stride = padded(k), n_sums = sums_per_row(k);
     for (int64_t m = first; m < last; ++m) {
@@ -147,19 +159,45 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
             for (int64_t i = 0; i < stride; ++i) to[i] = i < k ? bf16_of_float(row[i]) : uint16_t{0};
             continue;
         }
-        uint32_t bits = bits_of_float(kSmallestMaximum);  // compared as integers: NaN is above all numbers, and stays
-        for (int64_t i = 0; i < k; ++i) bits = std::max(bits, bits_of_float(row[i]) & 0x7fffffff);
-        const float largest = float_of_bits(bits), inverse = 127.0f / largest;
+        const float largest = largest_of(row, k), inverse = 127.0f / largest;
         auto* codes = const_cast<int8_t*>(out.codes) + m * stride;
         auto* sums = const_cast<int32_t*>(out.sums) + m * n_sums;
         const_cast<float*>(out.scales)[m] = largest / 127.0f;
         for (int64_t s = 0; s < n_sums; ++s) sums[s] = 0;
         for (int64_t i = 0; i < stride; ++i) {
-            const float code = i < k ? std::nearbyint(row[i] * inverse) : 0.0f;
-            codes[i] = std::fabs(code) <= 127.0f ? int8_t(code) : int8_t{0};  // not finite: the scale says so
+            codes[i] = i < k ? code_of(row[i] * inverse) : int8_t{0};
             sums[1 + i / 32] += codes[i];
             sums[0] += codes[i];
         }
+    }
+}
+
+void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                int64_t n1, float* y, int64_t ldy, bool add) {
+    const auto* weights = static_cast<const uint8_t*>(packed);
+    for (int64_t r = 0; r < m; ++r)
+        for (int64_t n = n0; n < n1; ++n) {
+            const SplitRows row = x.from(r);
+            int32_t high = 0, low = 0;
+            for (int64_t i = 0; i < 4 * k; ++i) {
+                const int64_t word = (n / kPanelOutputs * k + i / 4) * kPanelOutputs + n % kPanelOutputs;
+                const int weight = int(weights[4 * word + i % 4]) - 128;
+                high += weight * row.high[i];
+                low += weight * row.low[i];
+            }
+            float value = std::fma(float(high), 128.0f, float(low)) * *row.scale;
+            if (scales != nullptr) value *= scales[n];
+            y[r * ldy + n] = add ? y[r * ldy + n] + value : value;
+        }
+}
+
+void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale) {
+    const float largest = largest_of(x, k), inverse = kSplitUnits / largest;
+    *scale = largest / kSplitUnits;
+    for (int64_t i = 0; i < padded(k); ++i) {
+        const float units = i < k ? x[i] * inverse : 0.0f;
+        high[i] = code_of(units * (1.0f / 128.0f));
+        low[i] = code_of(std::fma(-float(high[i]), 128.0f, units));
     }
 }
 
@@ -175,6 +213,8 @@ constexpr Kernels with_products(Kernels k) {
     k.product = multiply_rows;
     k.prepare_rows = prepare_rows;
     k.sum_words = sum_words;
+    k.thin_codes = thin_codes;
+    k.split_row = split_row;
     return k;
 }
 

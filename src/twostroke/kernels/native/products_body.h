@@ -309,7 +309,8 @@ void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, fl
     }
 }
 
-void quantize_row(const float* x, int64_t k, int8_t* codes, float& scale, int32_t* sums) {
+// The largest magnitude of a row, kSmallestMaximum at least; NaN is above all.
+float largest_of(const float* x, int64_t k) {
     I32x16 largest[2] = {magnitude_bits(broadcast(kSmallestMaximum)), zero_words()};
     for (int64_t i = 0; i < k; i += 32) {
         largest[0] = greater_words(largest[0], magnitude_bits(load_first(x + i, k - i)));
@@ -318,6 +319,11 @@ void quantize_row(const float* x, int64_t k, int8_t* codes, float& scale, int32_
     const int32_t bits = greatest_word(greater_words(largest[0], largest[1]));
     float maximum;
     __builtin_memcpy(&maximum, &bits, 4);
+    return maximum;
+}
+
+void quantize_row(const float* x, int64_t k, int8_t* codes, float& scale, int32_t* sums) {
+    const float maximum = largest_of(x, k);
     scale = maximum / 127.0f;
     const F32x16 inverse = broadcast(127.0f / maximum);
     sums[0] = 0;
@@ -340,6 +346,89 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
             quantize_row(row, k, const_cast<int8_t*>(out.codes) + m * stride, const_cast<float*>(out.scales)[m],
                          const_cast<int32_t*>(out.sums) + m * n_sums);
         }
+    }
+}
+
+constexpr int64_t kCodesAhead = 32 * kKRowBytes;  // of thin_codes
+
+// The sum of n codes times what weights are too large by.
+inline int32_t excess_of(const int8_t* codes, int64_t n) {
+    if (kCodeExcess == 0) return 0;
+    int32_t sum = 0;
+    int64_t i = 0;
+    if (n >= kKRowBytes) {
+        I32x16 sums = zero_words();
+        for (; i + kKRowBytes <= n; i += kKRowBytes)
+            add_code_products(sums, broadcast(int32_t{0x01010101}), load_words(codes + i));
+        float lanes[kPanelOutputs];  // exact: far below 2²⁴
+        store_first(lanes, to_floats(sums), kPanelOutputs);
+        for (const float lane : lanes) sum += int32_t(lane);
+    }
+    for (; i < n; ++i) sum += codes[i];
+    return kCodeExcess * sum;
+}
+
+// R rows of the panels that hold outputs [n0, n1).
+template <int R>
+void thin_codes_of(const char* packed, int64_t k, const float* scales, const SplitRows& x, int64_t n0, int64_t n1,
+                   float* y, int64_t ldy, bool add_to) {
+    int32_t high_excess[R], low_excess[R];
+    TS_EACH(r, R) {
+        high_excess[r] = excess_of(x.from(r).high, 4 * k);
+        low_excess[r] = excess_of(x.from(r).low, 4 * k);
+    }
+    for (int64_t panel = n0 / kPanelOutputs; panel * kPanelOutputs < n1; ++panel) {
+        const char* weights = packed + panel * k * kKRowBytes;
+        I32x16 high[R], low[R];
+        TS_EACH(r, R) high[r] = low[r] = zero_words();
+        for (int64_t s = 0; s < k; ++s) {
+            __builtin_prefetch(weights + s * kKRowBytes + kCodesAhead, 0, 3);
+            const I32x16 w = load_words(weights + s * kKRowBytes);
+            TS_EACH(r, R) {
+                add_code_products(high[r], w, broadcast_word(x.high + r * x.stride + 4 * s));
+                add_code_products(low[r], w, broadcast_word(x.low + r * x.stride + 4 * s));
+            }
+        }
+        const int64_t begin = panel * kPanelOutputs, first = n0 > begin ? n0 - begin : 0, last = n1 - begin;
+        TS_EACH(r, R) {
+            const F32x16 upper = to_floats(subtract(high[r], broadcast(high_excess[r])));
+            const F32x16 lower = to_floats(subtract(low[r], broadcast(low_excess[r])));
+            F32x16 value = multiply(fma(upper, broadcast(128.0f), lower), broadcast(*x.from(r).scale));
+            if (scales != nullptr) value = multiply(value, load_floats(scales + begin));
+            float* to = y + r * ldy + begin;
+            if (first == 0) {
+                store_first(to, add_to ? add(load_first(to, last), value) : value, last);
+                continue;
+            }
+            float lanes[kPanelOutputs];
+            store_first(lanes, value, kPanelOutputs);
+            for (int64_t i = first; i < last && i < kPanelOutputs; ++i) to[i] = add_to ? to[i] + lanes[i] : lanes[i];
+        }
+    }
+}
+
+void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                int64_t n1, float* y, int64_t ldy, bool add) {
+    const char* weights = static_cast<const char*>(packed);
+    int64_t r = 0;
+    for (; r + 2 <= m; r += 2) thin_codes_of<2>(weights, k, scales, x.from(r), n0, n1, y + r * ldy, ldy, add);
+    if (r < m) thin_codes_of<1>(weights, k, scales, x.from(r), n0, n1, y + r * ldy, ldy, add);
+}
+
+void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale) {
+    const float maximum = largest_of(x, k);
+    *scale = maximum / kSplitUnits;
+    const F32x16 inverse = broadcast(kSplitUnits / maximum), wide = broadcast(128.0f),
+                 narrow = broadcast(1.0f / 128.0f);
+    for (int64_t i = 0; i < k; i += 32) {
+        I32x16 upper[2], lower[2];
+        TS_EACH(j, 2) {
+            const F32x16 units = multiply(load_first(x + i + 16 * j, k - i - 16 * j), inverse);
+            upper[j] = codes_of_floats(multiply(units, narrow));
+            lower[j] = codes_of_floats(fnma(to_floats(upper[j]), wide, units));
+        }
+        store_codes(high + i, upper[0], upper[1]);
+        store_codes(low + i, lower[0], lower[1]);
     }
 }
 
@@ -368,6 +457,8 @@ constexpr Kernels with_products(Kernels k) {
     k.product = multiply_rows;
     k.prepare_rows = prepare_rows;
     k.sum_words = sum_words;
+    k.thin_codes = thin_codes;
+    k.split_row = split_row;
     return k;
 }
 

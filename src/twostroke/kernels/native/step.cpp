@@ -130,7 +130,7 @@ void Step::need_memory(int n_threads) {
         memory->thin.need(kChunkRows * batch_->adapter_width);
         if (batch_->adapters == nullptr) continue;
         memory->thin_sums.need(kChunkRows * batch_->adapter_width);
-        memory->thin_rows.need(kChunkRows * padded(widest_));
+        memory->thin_rows.need(kChunkRows * (2 * padded(widest_) + kThinRowBytes));
     }
 }
 

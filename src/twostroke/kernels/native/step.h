@@ -159,8 +159,12 @@ struct StepModel {
     float* value_scales;
 };
 
+// What an adapter's numbers are: they themselves (Kernels::thin_f32), or codes in 8 bits (Kernels::thin_codes), a
+// rank's with a scale in A and one in B, whose product is AdapterAt::scales.
+enum class AdapterForm : int64_t { F32 = 0, CODES };
+
 // A part of an adapter, beside outputs [begin, begin + n) of an operation's matrix, or of MlpUp's `up` where `second`:
-// they gain `packed` (n, k; layout of Kernels::thin) times numbers [first, first + k) of what AdapterAt made of a row.
+// they gain `packed` (n, k) times numbers [first, first + k) of what AdapterAt made of a row.
 struct AdapterPart {
     const void* packed;
     int64_t begin, n;
@@ -168,14 +172,15 @@ struct AdapterPart {
 };
 // An adapter at one operation of the plan. n 0: it adds nothing there.
 struct AdapterAt {
-    const void* packed;  // (n, inputs of the operation)
+    const void* packed;   // (n, inputs of the operation)
+    const float* scales;  // CODES: (n), of whole panels: what the products with `packed` are multiplied with
     int64_t n;
     int64_t n_parts;
     AdapterPart parts[3];
 };
 struct Adapter {
     const AdapterAt* at;  // of each operation of the plan
-    int64_t bf16;         // or fp32: what it is held in. bf16 needs parts that begin at an even `first`
+    AdapterForm form;     // the four numbers of a word of CODES are of one part
 };
 
 struct StepBatch {

@@ -54,36 +54,53 @@ void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y,
 // The operation that reads what a norm made and may have adapters.
 size_t Step::reader_of(size_t norm) const { return norm + (ops_[norm + 1].kind == OpKind::RouteTokens ? 2 : 1); }
 
-// Outputs [n0, n1) of rows x, in words of two bf16 or in fp32, as `packed` is.
-static void multiply_thin(const Kernels& kernels, const Adapter& adapter, const void* packed, int64_t k, const float* x,
-                          int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
-    if (adapter.bf16 != 0)
-        kernels.thin_bf16(static_cast<const uint32_t*>(packed), (k + 1) / 2, reinterpret_cast<const uint32_t*>(x), ldx,
-                          m, n0, n1, y, ldy, add);
-    else kernels.thin_f32(static_cast<const float*>(packed), k, x, ldx, m, n0, n1, y, ldy, add);
+namespace {
+
+// Rows in the form that an adapter reads, `stride` bytes from one to the next: floats, or two codes a number
+// (SplitRows), the lower ones `low` bytes behind the higher and the scale as far behind those.
+struct FormRows {
+    const char* data;
+    int64_t stride, low;
+};
+
+void split(const Kernels& kernels, const float* row, int64_t n, char* to, int64_t low) {
+    auto* codes = reinterpret_cast<int8_t*>(to);
+    kernels.split_row(row, n, codes, codes + low, reinterpret_cast<float*>(to + 2 * low));
 }
 
-// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. In bf16 a row of `to`
-// holds bf16, zeros behind the last.
+// Outputs [n0, n1) of k numbers of m rows, from `first` on.
+void multiply_thin(const Kernels& kernels, AdapterForm form, const void* packed, int64_t k, const float* scales,
+                   const FormRows& x, int64_t first, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
+                   bool add) {
+    if (form == AdapterForm::F32)
+        return kernels.thin_f32(static_cast<const float*>(packed), k, reinterpret_cast<const float*>(x.data) + first,
+                                x.stride / 4, m, n0, n1, y, ldy, add);
+    const auto* codes = reinterpret_cast<const int8_t*>(x.data);
+    const SplitRows rows{codes + first, codes + x.low + first, reinterpret_cast<const float*>(x.data + 2 * x.low),
+                         x.stride};
+    kernels.thin_codes(packed, (k + 3) / 4, scales, rows, m, n0, n1, y, ldy, add);
+}
+
+}  // namespace
+
+// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. A row of `to` is in
+// the adapter's form, zeros behind the last number.
 void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to) {
-    const int64_t width = batch_->adapter_width;
+    const int64_t width = batch_->adapter_width, low = padded(k);
     ThreadMemory& own = *memory_[now.thread];
     each_adapter(now, op, first, last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
         const AdapterAt& at = adapter.at[op];
-        const bool halves = adapter.bf16 != 0;
-        float* const sums = halves ? own.thin_sums.get() : to + r * width;
-        const float* from = x + r * k;
-        const auto round = [](const float* row, int64_t n, int64_t m, void* rounded) {
-            Rows made{m, nullptr, static_cast<const uint16_t*>(rounded), nullptr, nullptr, nullptr};
-            prepare_rows(Format::BF16, row, n, made, 0, m);
-        };
-        if (halves) {
-            round(from, k, n_rows, own.thin_rows.get());
-            from = reinterpret_cast<const float*>(own.thin_rows.get());
+        const bool plain = adapter.form == AdapterForm::F32;
+        FormRows rows{reinterpret_cast<const char*>(x + r * k), 4 * k, low};
+        if (!plain) {
+            char* const made = own.thin_rows.get();
+            rows = {made, kThinRowBytes + 2 * low, low};
+            for (int64_t i = 0; i < n_rows; i++) split(*kernels_, x + (r + i) * k, k, made + i * rows.stride, low);
         }
-        multiply_thin(*kernels_, adapter, at.packed, k, from, halves ? padded(k) / 2 : k, n_rows, 0, at.n, sums, width,
-                      false);
-        for (int64_t i = 0; halves && i < n_rows; i++) round(sums + i * width, at.n, 1, to + (r + i) * width);
+        float* const sums = plain ? to + r * width : own.thin_sums.get();
+        multiply_thin(*kernels_, adapter.form, at.packed, k, at.scales, rows, 0, n_rows, 0, at.n, sums, width, false);
+        for (int64_t i = 0; !plain && i < n_rows; i++)
+            split(*kernels_, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width), width);
     });
 }
 
@@ -97,8 +114,8 @@ void Step::adapt(const Now& now, int second, Range outputs, float* y, int64_t ld
             const int64_t n0 = std::max<int64_t>(0, outputs.first - part.begin);
             const int64_t n1 = std::min(part.n, outputs.last - part.begin), row = r - now.first;
             if (part.second != second || n0 >= n1) continue;
-            const float* from = now.thin + row * width + (adapter.bf16 != 0 ? part.first / 2 : part.first);
-            multiply_thin(*kernels_, adapter, part.packed, part.k, from, width, n_rows, n0, n1,
+            const FormRows from{reinterpret_cast<const char*>(now.thin + row * width), 4 * width, width};
+            multiply_thin(*kernels_, adapter.form, part.packed, part.k, nullptr, from, part.first, n_rows, n0, n1,
                           y + row * ldy + part.begin, ldy, true);
         }
     });

@@ -23,6 +23,7 @@ constexpr int64_t kChunkRows = 256;           // most: every chunk reads a layer
 constexpr int64_t kMlpOutputs = 256;          // of a chunk's rows, gate and up by turns
 constexpr int64_t kExpertRows = 1024;         // rows, each with one of its experts, between two barriers
 constexpr int64_t kPartFloats = 64 << 10;     // of an expert's outputs at a time: they stay in the second-level cache
+constexpr int64_t kThinRowBytes = 64;         // of a row for an adapter, beside its numbers
 constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
 
 // Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.
@@ -46,7 +47,7 @@ struct ThreadMemory {
     PreparedRows rows;
     Array<uint8_t> attention;
     Array<float> thin, thin_sums;
-    Array<uint16_t> thin_rows;
+    Array<char> thin_rows;
     Routing routing;  // of so few rows that every thread routes them for itself
 };
 

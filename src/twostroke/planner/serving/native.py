@@ -21,6 +21,7 @@ from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.present import threads_left
 from twostroke.planner.money.power import busy_of
+from twostroke.planner.serving.adapters import adapter_works, read_bytes
 from twostroke.planner.serving.memory import touched_pages
 from twostroke.planner.serving.native_products import (
     MANY_ROWS,
@@ -240,7 +241,11 @@ class Native(Strategy):
         read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
         priced["attention"] = max(priced["attention"], read / self.hardware.bandwidth(self._working_set("prefill")))
         ratio = self._prefill_ratio(new)
-        seconds = ratio * (self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks)) + sum(priced.values()))
+        adapters_s = total_seconds(
+            adapter_works(spec, self.shape, self.hardware, decoding + len(chunks), rows, self._working_set("prefill"))
+        )
+        products_s = self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks))
+        seconds = ratio * (products_s + adapters_s + sum(priced.values()))
         if not decoding:
             return seconds
         alone = self._alone(decoding, context)
@@ -295,7 +300,17 @@ class Native(Strategy):
         else:
             flop, kv_bytes = shape.batch * attention_flop(spec, shape.context, 1), self._cache_bytes()
         around = self._around(phase, units, flop, kv_bytes)
-        return merge([*self.products(phase), *around])
+        return merge([*self.products(phase), *self._adapters(phase), *around])
+
+    def _adapters(self, phase: Phase) -> list[Work]:
+        """What adapters add to a decode step, or to every step of a prompt."""
+        shape, working_set = self.shape, self._working_set(phase)
+        steps = [(shape.batch, shape.batch)] if phase == "decode" else [(1, count) for _, count in chunks(shape)]
+        return [
+            work
+            for requests, rows in steps
+            for work in adapter_works(self.spec, shape, self.hardware, requests, rows, working_set)
+        ]
 
     def units(self, phase: Phase) -> dict[str, float]:
         """What a phase has beside its products: steps, layers, elements, and of a prompt FLOP of attention. A decode step has
@@ -382,10 +397,13 @@ class Native(Strategy):
         return [use for use in found if use.rows and use.times]
 
     def _working_set(self, phase: Phase) -> float:
-        """Bytes that are read between two uses of a matrix: weights, and in a decode step the cache; times ``crowding``."""
+        """Bytes that are read between two uses of a matrix, times ``crowding``: weights, adapters, and in a decode step the
+        cache."""
         shape = self.shape
         rows = shape.batch if phase == "decode" else shape.prompt_tokens
         weights = native_reuse_bytes(self.spec, shape.scheme, shape.head, rows, shape.others)
+        if shape.adapters:
+            weights += read_bytes(self.spec, shape, shape.batch if phase == "decode" else 1)
         read = weights + self._cache_bytes() if phase == "decode" else weights
         return letter("crowding", self.hardware.native_rates.crowding) * read
 

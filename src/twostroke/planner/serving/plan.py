@@ -19,6 +19,7 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.present import present_notes
 from twostroke.planner.money.cost import Cost, TokenPrices, cost_of, energy_kwh, token_prices, usd_per_million_tokens
 from twostroke.planner.money.power import Busy, mean_watts
+from twostroke.planner.serving.adapters import held_bytes
 from twostroke.planner.serving.datasheet import Datasheet
 from twostroke.planner.serving.llama_cpp import LlamaCpp
 from twostroke.planner.serving.load import Latency, Steps, closed_loop
@@ -29,7 +30,7 @@ from twostroke.planner.serving.strategy import Strategy
 from twostroke.planner.serving.torch_runner import TorchRunner
 from twostroke.planner.work.component import Work, shown, total_seconds
 from twostroke.planner.work.flops import decode_flops, prefill_flops
-from twostroke.planner.work.params import Parameters, count_parameters
+from twostroke.planner.work.params import Parameters, check_targets, count_parameters
 from twostroke.planner.work.weights import kv_bytes_per_token, mixed_weights_bytes
 
 
@@ -40,6 +41,7 @@ class ServingMemory:
     kv_cache: Annotated[float, "bytes", "of whole pages"]
     activations: Annotated[float, "bytes", "of the longest prefill"]
     logits: Annotated[float, "bytes", "of a step of the batch, fp32"]
+    adapters: Annotated[float, "bytes", "of adapters, where any are served"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
     peak: Annotated[float, "bytes", "of all terms"]
 
@@ -281,6 +283,8 @@ def check_placement(spec: ModelSpec, shape: ServingShape, hardware: Hardware) ->
         raise ConfigError(f"expert={expert} must divide n_experts={spec.moe.n_experts}.")
     if expert > tensor and expert % tensor:
         raise ConfigError(f"expert={expert} must be a multiple of tensor={tensor}, or at most as much.")
+    for group in shape.adapters:
+        check_targets(spec, group.targets)
     if shape.others:
         known = {f"{layer}.{p.name}" for matrices, layers in block_kinds(spec) for layer in layers for p in matrices}
         unknown = sorted({name for name, _ in shape.others} - known)
@@ -350,6 +354,8 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         notes.append(f"the KV cache holds {fitting} such requests at once, fewer than batch={shape.batch}: the others wait.")
     if engine.note:
         notes.append(engine.note)
+    if shape.adapters and not isinstance(engine, Native):
+        notes.append("adapters are counted in the memory; what they add to a step is planned of the native engine alone.")
     notes += (*present_notes(hardware), *corrections_notes(hardware))
     with within("prefill"):
         prefill = shown(engine.prefill(), "one prompt alone")
@@ -386,6 +392,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
             "kv_cache": touched,
             "activations": working,
             "logits": named("logits_bytes", logits, "bytes", drawn),
+            **({"adapters": held_bytes(spec, shape)} if shape.adapters else {}),
             "process": process,
         },
         kv_bytes_per_token=kv_bytes_per_token(engine.cached, shape.cache_dtype),

@@ -12,6 +12,7 @@ from twostroke.core.named import named
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.sampling_kinds import SAMPLING_KINDS
 from twostroke.core.schemes import CACHES, WEIGHTS, scheme_of
+from twostroke.planner.serving.adapters import ServedAdapters
 
 LLAMA_CPP = "llama.cpp"
 
@@ -76,6 +77,7 @@ class ServingShape:
     speculation: Annotated[Speculation | None, "drafting, where it is used"] = None
     engine: Annotated[str, "whose step and launch times are taken: any, vllm, trtllm, sglang or llama.cpp"] = "any"
     answers: Annotated[int, "of the batch that are to one prompt, which is computed once"] = 1
+    adapters: Annotated[tuple[ServedAdapters, ...], "adapters that the requests of a batch name in turn"] = ()
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
     in_bf16: Annotated[tuple[str, ...], "matrices of a quantised directory that are held as plain numbers, so named"] = ()
     sampling: Annotated[tuple[str, ...], "what choosing tokens asks beyond the largest logit, as drawn"] = ()

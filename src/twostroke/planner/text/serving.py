@@ -6,6 +6,7 @@ from twostroke.core.engines import planned_only_text
 from twostroke.core.units import format_bytes, format_count, format_energy, format_money, format_parameters, format_seconds
 from twostroke.ledger.text import align
 from twostroke.planner.money.api_prices import nearest_api
+from twostroke.planner.serving.adapters import ServedAdapters
 from twostroke.planner.serving.plan import ServingPlan
 from twostroke.planner.serving.under_load import AtRate, LatencyTable, Load, Loaded, Service
 from twostroke.planner.text.format import (
@@ -45,10 +46,16 @@ def head_text(plan: ServingPlan, subject: str) -> str:
                 f"Serving {subject} on {on_text(plan.devices, plan.hardware)}",
                 f"{format_parameters(plan.parameters.total)} parameters, {shape.scheme} weights, {shape.cache_dtype} KV cache; "
                 f"{users}, each a prompt of {shape.prompt_tokens:,} and an answer of {shape.output_tokens:,} tokens",
+                *(_adapters_text(group) for group in shape.adapters),
                 *([planned_only_text(plan.planned_only)] if plan.planned_only else []),
             ]
         )
     )
+
+
+def _adapters_text(group: ServedAdapters) -> str:
+    named = f"{group.count} adapters, which requests name in turn" if group.count > 1 else "an adapter"
+    return f"{named}: rank {group.rank} on {', '.join(group.targets)}"
 
 
 def results_text(plan: ServingPlan, intervals: Intervals, low_by: float) -> str:
