@@ -44,7 +44,7 @@ def words(settings: EngineSettings) -> list[str]:
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    kind: type = str if setting.choices else int if setting.unit == 1 else float
+    kind: type = str if setting.choices or setting.is_path else int if setting.unit == 1 else float
     default = getattr(FROM_OPTIONS, name)
     least = 1 if kind is int else None  # a float's bounds depend on its unit: `_value` checks them
     option = typer.Option(default, str(setting.option), help=setting.help, min=least)

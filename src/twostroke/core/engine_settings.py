@@ -23,8 +23,8 @@ OFF, NGRAM, DRAFT = "off", "ngram", "draft:"
 
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
-    option (None: it has no option), how many of the field's units one of the option's is, the largest number, and how a value
-    may begin that goes on freely."""
+    option (None: it has no option), how many of the field's units one of the option's is, the largest number, how a value may
+    begin that goes on freely, and whether it is a path."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     unit: int = 1
     most: int = MAX_INTEGER
     begins: str | None = None
+    is_path: bool = False
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -54,6 +55,10 @@ def _choice(
 
 def _number(help: str, default: int | None = None, option: str | None = None, unit: int = 1, most: int = MAX_INTEGER) -> Any:
     return dataclasses.field(default=default, metadata={"setting": Setting(help, (), option, unit, most)})
+
+
+def _path(help: str, option: str) -> Any:
+    return dataclasses.field(default=None, metadata={"setting": Setting(help, option=option, is_path=True)})
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class EngineSettings:
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
+    kv_dir: str | None = _path("Directory in which cached prefixes outlive memory and the process.", "--kv-dir")
+    kv_dir_bytes: int | None = _number("Largest file of them, in GiB. Default: 10.", option="--kv-dir-gib", unit=2**30)
     speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF, DRAFT)
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
 
@@ -95,6 +102,9 @@ class EngineSettings:
             if setting.choices:
                 if not setting.allows(value):
                     raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.named)}.")
+            elif setting.is_path:
+                if value is not None and not (isinstance(value, str) and value):
+                    raise ConfigError(f"{name}={value!r} must be the path of a directory.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
 

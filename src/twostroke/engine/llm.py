@@ -131,6 +131,10 @@ class LLM:
         for name, adapter in (loras or {}).items():
             self.load_lora(name, adapter)
 
+    def close(self) -> None:
+        """Write what waits to be written to ``kv_dir``, if there is one, and let go of it. The end of the process does the same."""
+        self.engine.close()
+
     def load_lora(self, name: str, directory: str | Path) -> None:
         """Let prompts name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
         self.engine.load_adapter(name, directory)

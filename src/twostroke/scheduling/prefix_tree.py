@@ -52,6 +52,12 @@ class PrefixTree:
             pages.append(page)
         return pages
 
+    def held(self, key: bytes) -> tuple[int, list[int]] | None:
+        """The page of ``key`` and its own tokens, the same list for as long as the page stays. Any thread may ask."""
+        page = self._page_of.get(key)
+        entry = None if page is None else self._entry_of.get(page)
+        return None if page is None or entry is None or entry[0] != key else (page, entry[1])
+
     def insert(self, key: bytes, tokens: list[int], page: int) -> bool:
         """Record that ``page`` holds the prefix ``key``. Returns False if another page already does; that one stays."""
         if key in self._page_of or page in self._entry_of:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
+from twostroke.scheduling.lower_tier import LowerTier
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
@@ -52,11 +53,21 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
+
+    Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
+    slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool | None = None, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool | None = None,
+        adapters: Adapters | None = None,
+        lower: LowerTier | None = None,
+    ) -> None:
         self.config = config
         self.adapters = adapters
+        self.lower = lower
         self.pool = pool or PagePool(config.n_pages)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
@@ -194,6 +205,8 @@ class Scheduler:
                 request = under_way.pop()
             else:
                 break
+            if request.restorable and not self._restore(request, bounded=n_decodes > 0):
+                continue  # it loads further pages in the next step
             n = self._chunk(len(request.tokens) - request.n_computed, budget)
             if n == 0:
                 break  # it keeps its pages and its place
@@ -272,6 +285,8 @@ class Scheduler:
                 continue
             if failed and request.id in failed:
                 self.pool.discard_content(request.pages)
+                if self.lower is not None:
+                    self.lower.forget(request.page_keys)
                 self._finish(request, "error")
                 finished.append(request)
                 ended = True
@@ -491,7 +506,7 @@ class Scheduler:
         (self._decoding if request in self._decoding else self._prefilling).remove(request)
         self._release(request)
         request.status = Status.WAITING
-        request.n_computed = 0
+        request.n_computed = request.restorable = 0
         request.n_preemptions += 1
         self.n_preemptions += 1
         self._waiting.add(request)
@@ -521,7 +536,24 @@ class Scheduler:
         fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
         self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens)
+        if self.lower is not None and request.adapter is None and len(hits) < max_hits:
+            n = self.lower.worth(request, len(hits), max_hits)
+            request.restorable = len(hits) + n if n else 0
         return True
+
+    def _restore(self, request: Request, bounded: bool) -> bool:
+        """Load pages of ``request`` from the lower tier. Returns whether no more of them is to be loaded."""
+        assert self.lower is not None
+        page_tokens = self.config.page_tokens
+        first, end = request.n_computed // page_tokens, request.restorable
+        n = self.lower.load(request, first, end, bounded)
+        request.n_computed = request.n_prefix_hit = (first + n) * page_tokens
+        self._register(request)
+        if request.n_preemptions == 0:
+            self.n_prefix_hit_tokens += n * page_tokens
+        if n == 0 or not bounded or first + n == end:
+            request.restorable = 0
+        return request.restorable == 0
 
     def _fork(self, request: Request, copies: list[tuple[int, int]]) -> bool:
         """Start ``request`` from the pages of its original. Returns False, and changes nothing, if that is not possible.
@@ -632,6 +664,8 @@ class Scheduler:
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
     def _release(self, request: Request) -> None:
+        if self.lower is not None and request.adapter is None and request.n_registered:
+            self.lower.keep(request.page_keys[: request.n_registered])
         self.pool.release(request.pages[request.n_dropped :])
         self._slots.append(request.slot)
         if request.adapter is not None and self.adapters is not None:
