@@ -24,12 +24,59 @@ PROMPTS = st.one_of(
 )
 
 
+class Below:
+    """A tier that writes late, and loses, refuses and interrupts loads at random. ``held`` are copies of pages of the cache."""
+
+    def __init__(self, machine: SchedulerMachine) -> None:
+        self.machine, self.random = machine, random.Random(1)
+        self.held: dict[bytes, list[tuple[int, ...] | None]] = {}
+        self.jobs: list[Sequence[bytes]] = []
+
+    def worth(self, request: Request, first: int, end: int) -> int:
+        n = 0
+        while first + n < end and request.page_keys[first + n] in self.held:
+            n += 1
+        return n if self.random.random() < 0.9 else 0
+
+    def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
+        assert request.status is Status.RUNNING
+        n_before = self.random.choice((0, 1, 2)) if self.random.random() < 0.2 else 99  # pages before a damaged one
+        n = min(end - first, n_before, self.random.choice((1, 2)) if bounded else 99)
+        for place in range(first, first + n):
+            page = request.pages[place]
+            assert self.machine.scheduler.pool.references[page] == 1, "a shared page is about to be written"
+            self.machine.cache[page] = list(self.held[request.page_keys[place]])
+        SchedulerMachine.n_restored += n
+        SchedulerMachine.n_slices += bool(bounded and n < end - first)
+        return n
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        self.jobs.append(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    def write(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for key in (key for keys in jobs for key in keys):
+            found = self.machine.scheduler.pool.tree.held(key)
+            if found is not None:
+                page, tokens = found
+                content = self.machine.cache[page]
+                assert [prefix and prefix[-1] for prefix in content] == tokens, "a page in the tree is not whole"
+                self.held[key] = list(content)
+        while len(self.held) > 20:
+            del self.held[self.random.choice(list(self.held))]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """``cache[page][offset]`` is the whole prefix whose keys and values stand there. If every request always finds its own
     prefixes at its positions, no page was lost to it, shared wrongly, or overwritten."""
 
     n_transitions = 0  # of all walks: rules that ran, each checked by the invariant
     n_right = n_wrong = n_rolled_back = 0  # drafts, and pages that only wrong ones needed
+    n_restored = n_slices = 0  # pages from the tier below, and loads that went on in a later step
 
     @initialize(
         page_tokens=st.sampled_from((1, 2, 3, 4)),
@@ -41,6 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         separate=st.booleans(),
         scored_rows=st.sampled_from((None, 1, 3)),
         draft_rows=st.sampled_from((0, 2, 9)),
+        below=st.booleans(),
     )
     def start(
         self,
@@ -53,11 +101,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         separate: bool,
         scored_rows: int | None,
         draft_rows: int,
+        below: bool,
     ) -> None:
         limits = (max_running + spare, max_running, page_tokens, n_pages, max_model_len)
         self.config = SchedulerConfig(*limits, window, separate, scored_rows, draft_rows=draft_rows)
         self.now = 0.0
-        self.scheduler = Scheduler(self.config)
+        self.below = Below(self) if below else None
+        self.scheduler = Scheduler(self.config, lower=self.below)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
         self.step: ScheduledStep | None = None
         self.tables: dict[int, list[int]] = {}  # by slot, as an engine keeps them that reads only ``grown``
@@ -132,6 +182,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 999))
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
+
+    @precondition(lambda self: self.below is not None)
+    @rule()
+    def write_behind(self) -> None:
+        assert self.below is not None
+        self.below.write()
 
     @precondition(lambda self: self.step is not None)
     @rule()
@@ -268,6 +324,7 @@ def _run(max_examples: int, step_count: int) -> None:
 def test_no_page_is_lost_or_shared_wrongly() -> None:
     _run(max_examples=250, step_count=30)
     assert min(SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back) > 30
+    assert min(SchedulerMachine.n_restored, SchedulerMachine.n_slices) > 30
 
 
 @pytest.mark.soak

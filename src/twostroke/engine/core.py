@@ -39,6 +39,7 @@ from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
+from twostroke.engine.tiers import session
 from twostroke.engine.tiers.disk import DiskTier, open_store
 from twostroke.engine.tiers.identity import identity_of, weights_digest
 from twostroke.engine.tiled_kv_pool import TiledKVPool
@@ -158,8 +159,8 @@ class EngineCore:
         if not self.settings.speculate.startswith(DRAFT):
             return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
         path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
-        own = {"speculate": OFF, "dtype": "auto", "max_model_len": None, "kv_cache_bytes": None, "kv_dir": None}
-        draft = EngineCore(path, replace(self.settings, **own))
+        own = replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None, kv_dir=None)
+        draft = EngineCore(path, own)
         if draft.spec.vocab_size != self.spec.vocab_size:
             raise ConfigError(
                 f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
@@ -193,6 +194,33 @@ class EngineCore:
         if self._disk is not None:
             self._disk.close()
             self._disk = self.scheduler.lower = None
+
+    def save_session(self, path: Path, token_ids: Sequence[int]) -> None:
+        """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache has
+        lost, and those of the last page, are computed for it.
+
+        Raises InputError if requests are under way or the file cannot be written, what ``add_request`` raises, and EngineError if
+        the model's output is not finite. Then ``path`` is as it was.
+        """
+        self._must_be_idle()
+        self.add_request("session", token_ids, SamplingParams(max_tokens=1, temperature=0.0))
+        while self.has_work:
+            self.step()
+        session.save(Path(path), list(token_ids), self.identity, self.scheduler, self.pool.images())
+
+    def load_session(self, path: Path) -> list[int]:
+        """Put the keys and values of a saved conversation into the cache. Returns its tokens: a prompt that begins with them finds
+        all their whole pages.
+
+        Raises InputError if requests are under way or the file cannot be read, ConfigError if another model wrote it,
+        CorruptFileError if it is damaged and CapacityError if the cache is too small. Then nothing of it can be found.
+        """
+        self._must_be_idle()
+        return session.load(Path(path), self.identity, self.scheduler, self.pool.images())
+
+    def _must_be_idle(self) -> None:
+        if self.has_work:
+            raise InputError("requests are under way. Save and load sessions once they have ended.")
 
     def step_times(self, directory: Path, most: int | None = None) -> StepTimes:
         """Seconds of this engine's steps by their rows, up to ``most``: by default those of requests that decode. The engine must

@@ -621,12 +621,21 @@ class Scheduler:
             request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
             request.n_dropped = first_seen
 
+    def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Keys under which a request of no named client and no adapter finds the full pages of ``tokens``."""
+        keys: list[bytes] = []
+        self._extend(keys, tokens, root_of("") if self.config.separate_prefixes else ROOT)
+        return keys
+
     def _hash_full_pages(self, request: Request) -> None:
         """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
-        page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
-        if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
-            return
-        parent = keys[-1] if keys else self._root_of(request)
+        if len(request.tokens) // self.config.page_tokens > len(request.page_keys) and self.config.prefix_cache:
+            self._extend(request.page_keys, request.tokens, self._root_of(request))
+
+    def _extend(self, keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
+        """Append to ``keys`` those of the full pages of ``tokens`` that it lacks."""
+        page_tokens = self.config.page_tokens
+        parent = keys[-1] if keys else root
         for i in range(len(keys), len(tokens) // page_tokens):
             parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
             keys.append(parent)
