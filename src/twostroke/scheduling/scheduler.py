@@ -205,7 +205,7 @@ class Scheduler:
                 request = under_way.pop()
             else:
                 break
-            if request.restorable and not self._restore(request, bounded=n_decodes > 0):
+            if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
                 continue  # it loads further pages in the next step
             n = self._chunk(len(request.tokens) - request.n_computed, budget)
             if n == 0:
@@ -541,12 +541,11 @@ class Scheduler:
             request.restorable = len(hits) + n if n else 0
         return True
 
-    def _restore(self, request: Request, bounded: bool) -> bool:
-        """Load pages of ``request`` from the lower tier. Returns whether no more of them is to be loaded."""
-        assert self.lower is not None
+    def _restore(self, request: Request, lower: LowerTier, bounded: bool) -> bool:
+        """Load pages of ``request`` from the tier ``lower``. Returns whether no more of them is to be loaded."""
         page_tokens = self.config.page_tokens
         first, end = request.n_computed // page_tokens, request.restorable
-        n = self.lower.load(request, first, end, bounded)
+        n = lower.load(request, first, end, bounded)
         request.n_computed = request.n_prefix_hit = (first + n) * page_tokens
         self._register(request)
         if request.n_preemptions == 0:
