@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -384,8 +383,10 @@ def test_slots_fill_what_they_may(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_is_named(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"kv_dir='.*file' cannot be used: .*\. Name another directory\."):
+    with pytest.raises(ConfigError, match=r"kv_dir='.*file' is not a directory\."):
         opened(llama, tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"kv_dir='.*below' cannot be used: .*\. Name another directory\."):
+        opened(llama, tmp_path / "file" / "below")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="belong to this user and be writable by nobody else"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.core import policy
@@ -105,6 +106,8 @@ class EngineSettings:
             elif setting.is_path:
                 if value is not None and not (isinstance(value, str) and value):
                     raise ConfigError(f"{name}={value!r} must be the path of a directory.")
+                if value is not None and Path(value).exists() and not Path(value).is_dir():
+                    raise ConfigError(f"{name}={value!r} is not a directory. Name one, or one that is to be made.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
 
