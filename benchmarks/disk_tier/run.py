@@ -194,19 +194,19 @@ def summary(results: dict[str, Any]) -> str:
     for name, found in results["times"].items():
         for n in LENGTHS:
             computed, cold, warm = (found["ms"][way][n] for way in ("computed", "disk", "page cache"))
-            lines.append(
-                f"| {name} | {n:,} | {computed:.1f} | {cold:.1f} | {computed / cold:.1f}× | {warm:.1f} | {computed / warm:.1f}× |"
-            )
+            times = f"{computed:.1f} | {cold:.1f} | {computed / cold:.1f}× | {warm:.1f} | {computed / warm:.1f}×"
+            lines.append(f"| {name} | {n:,} | {times} |")
     for name, found in results["times"].items():
-        loaded = "; ".join(f"{way}: " + ", ".join(f"{n:.0f}" for n in of.values()) for way, of in found["loaded_tokens"].items())
+        of_ways = found["loaded_tokens"].items()
+        loaded = "; ".join(f"{way}: " + ", ".join(f"{n:.0f}" for n in of.values()) for way, of in of_ways)
         lines += ["", f"{name}: a page takes {found['page_bytes']:,} bytes; tokens loaded of each prompt: {loaded}."]
     for name, found in results["writing"].items():
         low, high = found["quartiles"]
         most = found["longest_step_ms"]
         lines += [
             "",
-            f"{name}: traffic with a folder takes {found['longer']:+.1%} time (middle half {low:+.1%} to {high:+.1%}); the longest "
-            f"step {most['True']:.1f} ms, without {most['False']:.1f}; {found['pages_written']:,} pages written, "
+            f"{name}: traffic with a folder takes {found['longer']:+.1%} time (middle half {low:+.1%} to {high:+.1%}); the "
+            f"longest step {most['True']:.1f} ms, without {most['False']:.1f}; {found['pages_written']:,} pages written, "
             f"{found['requests_dropped']} requests dropped.",
         ]
     lines += ["", "zlib, level 1, on pages in bf16; microseconds a token:", ""]

@@ -1,4 +1,4 @@
-"""A conversation's keys and values in one file: its whole pages in order, and a last record with the tokens that fill no page."""
+"""A conversation's keys and values in one file: its whole pages in order, and a last record with tokens that fill no page."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
                         found = scheduler.pool.tree.held(held[slot])
                         if found is None or found[1] != own:
                             raise EngineError(
-                                "not all keys and values of the conversation are in the cache: the model's output is not finite, "
-                                "or the cache is too small."
+                                "not all keys and values of the conversation are in the cache: the model's output is not "
+                                "finite, or the cache is too small."
                             )
                         images.copy_out(found[0], file.image(record))
                     key = chain_key(key, own)
