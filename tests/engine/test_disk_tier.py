@@ -349,7 +349,7 @@ def test_a_page_that_is_written_anew_while_it_is_copied_is_not_kept(tmp_path: Pa
             super().copy_out(page, into)
             if page == 1:
                 tree.remove(page)
-                tree.insert(b"1" * 16, [3, 4], page)
+                tree.insert(b"1" * 16, [3, 4], page, b"0" * 16)
 
     tree = PrefixTree()
     images = Overtaken([np.arange(64, dtype=np.uint8).reshape(2, 4, 8)])
@@ -357,7 +357,7 @@ def test_a_page_that_is_written_anew_while_it_is_copied_is_not_kept(tmp_path: Pa
     file.begin()
     store = PageStore(file, 2**20)
     for i in range(3):
-        tree.insert(bytes([48 + i]) * 16, [3, 4], i)
+        tree.insert(bytes([48 + i]) * 16, [3, 4], i, b"")
     writer = _Writer(store, tree, images)
     writer.jobs.put([b"0" * 16, b"1" * 16, b"2" * 16])
     writer.jobs.put(None)
