@@ -143,10 +143,15 @@ def cost_of_writing(shape: Shape, model: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def compression(model: Path, text: Path) -> dict[str, Any]:
-    """What zlib makes of the pages of a text: bytes as they are, and the upper and lower bytes of numbers apart."""
-    core = opened(model, None, 2**29)
-    tokens = load_tokenizer(model).encode(text.read_text(encoding="utf-8")[:20_000]).ids[:2000]
+def compression(model: Path, text: Path | None) -> dict[str, Any]:
+    """What zlib makes of the pages of a text, or of random tokens: bytes as they are, and the upper and lower bytes of numbers
+    apart."""
+    core = EngineCore(model, EngineSettings(kv_cache_bytes=2**28, n_threads=2))
+    r = random.Random(2)
+    tokens = [r.randrange(core.spec.vocab_size) for _ in range(2000)]
+    if text is not None:
+        tokens = load_tokenizer(model).encode(text.read_text(encoding="utf-8")[:20_000]).ids
+    tokens = tokens[: min(2000, core.max_model_len - GREEDY.max_tokens) // 16 * 16]
     seconds, _ = first_token(core, tokens)
     images, page = core.pool.images(), np.zeros(core.pool.images().n_bytes, np.uint8)
     pages = [core.scheduler.pool.tree.held(key) for key in core.scheduler.keys_of(tokens)]
@@ -189,29 +194,30 @@ def summary(results: dict[str, Any]) -> str:
     for name, found in results["times"].items():
         for n in LENGTHS:
             computed, cold, warm = (found["ms"][way][n] for way in ("computed", "disk", "page cache"))
-            lines.append(
-                f"| {name} | {n:,} | {computed:.1f} | {cold:.1f} | {computed / cold:.1f}× | {warm:.1f} | {computed / warm:.1f}× |"
-            )
+            times = f"{computed:.1f} | {cold:.1f} | {computed / cold:.1f}× | {warm:.1f} | {computed / warm:.1f}×"
+            lines.append(f"| {name} | {n:,} | {times} |")
     for name, found in results["times"].items():
-        loaded = "; ".join(f"{way}: " + ", ".join(f"{n:.0f}" for n in of.values()) for way, of in found["loaded_tokens"].items())
+        of_ways = found["loaded_tokens"].items()
+        loaded = "; ".join(f"{way}: " + ", ".join(f"{n:.0f}" for n in of.values()) for way, of in of_ways)
         lines += ["", f"{name}: a page takes {found['page_bytes']:,} bytes; tokens loaded of each prompt: {loaded}."]
     for name, found in results["writing"].items():
         low, high = found["quartiles"]
         most = found["longest_step_ms"]
         lines += [
             "",
-            f"{name}: traffic with a folder takes {found['longer']:+.1%} time (middle half {low:+.1%} to {high:+.1%}); the longest "
-            f"step {most['True']:.1f} ms, without {most['False']:.1f}; {found['pages_written']:,} pages written, "
+            f"{name}: traffic with a folder takes {found['longer']:+.1%} time (middle half {low:+.1%} to {high:+.1%}); the "
+            f"longest step {most['True']:.1f} ms, without {most['False']:.1f}; {found['pages_written']:,} pages written, "
             f"{found['requests_dropped']} requests dropped.",
         ]
-    if results["compression"] is not None:
-        found = results["compression"]
-        lines += ["", f"Pages in {found['cache']} of a text, zlib level 1, microseconds a token (computing takes "
-                  f"{found['compute_us_per_token']:.0f}, copying a page {found['copy_us_per_token']:.1f}):", ""]  # fmt: skip
-        lines += ["| bytes | size | packing | unpacking |", "|---|---|---|---|"]
+    lines += ["", "zlib, level 1, on pages in bf16; microseconds a token:", ""]
+    lines += ["| model | bytes | size | packing | unpacking | copying a page | computing |", "|---|---|---|---|---|---|---|"]
+    for name, found in results["compression"].items():
         for way in ("as they are", "bytes apart"):
             of = found[way]
-            lines.append(f"| {way} | {of['share']:.0%} | {of['pack_us_per_token']:.0f} | {of['unpack_us_per_token']:.0f} |")
+            lines.append(
+                f"| {name} | {way} | {of['share']:.0%} | {of['pack_us_per_token']:.1f} | {of['unpack_us_per_token']:.1f} | "
+                f"{found['copy_us_per_token']:.1f} | {found['compute_us_per_token']:.1f} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -242,7 +248,8 @@ def main() -> None:
         "writing": {
             name: cost_of_writing(MODELS[name], models[name], arguments.rounds) for name in names if name == "smollm-135m"
         },
-        "compression": None if arguments.real is None else compression(arguments.real, arguments.text),
+        "compression": {name: compression(models[name], None) for name in names if name == "smollm-135m"}
+        | ({} if arguments.real is None else {f"{arguments.real.name}, text": compression(arguments.real, arguments.text)}),
     }
     text = summary(results)
     if arguments.out is not None:

@@ -92,15 +92,14 @@ def only_file(folder: Path) -> Path:
 @pytest.mark.parametrize("kv", CACHE_TYPES)
 @pytest.mark.parametrize("weights", ASKED)
 def test_a_new_engine_answers_from_disk_as_without(tmp_path: Path, weights: str, kv: str, runner: str) -> None:
-    if runner == "torch" and weights not in ("auto", "fp32", "bf16", "int8"):
-        pytest.skip("the torch runner computes no groups")
     model = saved("llama", tmp_path / "m", d_model=64, n_heads=4, head_dim=32, d_ff=128)[1]
     settings = {"dtype": weights, "kv_dtype": kv, "runner": runner}
     plain = filled(model, tmp_path / "kv", **settings)
     core = opened(model, tmp_path / "kv", **settings)
-    assert [{k: v[0] for k, v in found.items()} for found in one_by_one(core)] == [
-        {k: v[0] for k, v in found.items()} for found in plain
-    ]
+    answers = one_by_one(core)
+    if runner == "torch":  # whose last bits depend on the number of rows
+        answers, plain = ([{name: of[0] for name, of in found.items()} for found in both] for both in (answers, plain))
+    assert answers == plain
     stats = core.stats()
     assert stats.disk_hit_tokens >= 48 + 48  # the second finds what the first loaded
     assert stats.prefix_hit_tokens == stats.disk_hit_tokens + 32
@@ -120,10 +119,11 @@ def test_families_with_windows_experts_and_latents_answer_alike(name: str, tmp_p
 def test_pages_that_left_a_small_cache_come_back_from_disk(llama: Path, tmp_path: Path) -> None:
     page = opened(llama, None).pool.n_bytes // opened(llama, None).pool.n_pages
     small = {"kv_cache_bytes": 8 * page, "max_model_len": 100}
-    plain = one_by_one(opened(llama, None, **small), PROMPTS * 3)
+    prompts = [*PROMPTS, [*range(20, 80)]] * 3
+    plain = one_by_one(opened(llama, None, **small), prompts)
     core = opened(llama, tmp_path, **small)
     answers = []
-    for prompt in PROMPTS * 3:
+    for prompt in prompts:
         answers.append(run(core, [prompt]))
         assert core._disk is not None
         core._disk.wait_written()
@@ -173,7 +173,7 @@ def _swap(path: Path, file: PageFile) -> None:
 
 DAMAGE: dict[str, Callable[[Path, PageFile], None]] = {
     "header": _flip(lambda file, slot: slot),
-    "identity": _flip(lambda file, slot: 40),
+    "identity": _flip(lambda file, slot: 40 + slot),
     "table": _flip(lambda file, slot: file._entry_at(slot) + slot),
     "tokens": _flip(lambda file, slot: file._record_at(slot) + 8),
     "values": _flip(lambda file, slot: file._record_at(slot) + 900),
@@ -263,7 +263,8 @@ def test_another_models_or_another_forms_file_is_not_read(
 ) -> None:
     filled(llama, tmp_path / "kv")
     other = saved("llama", tmp_path / "other", seed=1)[1]
-    for model, settings in ((other, {}), (llama, {"kv_dtype": "bf16"}), (llama, {"page_tokens": 32}), (llama, {"dtype": "bf16"})):
+    changes = [{"kv_dtype": "bf16"}, {"page_tokens": 32}, {"dtype": "bf16"}]
+    for model, settings in ((other, {}), *((llama, change) for change in changes)):
         caplog.clear()
         plain = one_by_one(opened(model, None, **settings))
         core = opened(model, tmp_path / "kv", **settings)

@@ -66,7 +66,7 @@ class Below:
                 content = self.machine.cache[page]
                 assert [prefix and prefix[-1] for prefix in content] == tokens, "a page in the tree is not whole"
                 self.held[key] = list(content)
-        while len(self.held) > 20:
+        while len(self.held) > 60:
             del self.held[self.random.choice(list(self.held))]
 
 
@@ -184,12 +184,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
 
-    @precondition(lambda self: self.below is not None)
-    @rule()
-    def write_behind(self) -> None:
-        assert self.below is not None
-        self.below.write()
-
     @precondition(lambda self: self.step is not None)
     @rule()
     def abandon_step(self) -> None:
@@ -201,6 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self, random: random.Random) -> None:
         scheduler, page_tokens = self.scheduler, self.config.page_tokens
+        if self.below is not None and random.random() < 0.5:
+            self.below.write()
 
         def propose(decoding: Sequence[Request], n_tokens: int, room: int) -> Mapping[int, Sequence[int]]:
             assert n_tokens + room <= self.config.token_budget

@@ -1,4 +1,5 @@
-"""Where Twostroke keeps what outlives a command (profiles, ledger, data, packed and imported weights and digests), and where a model is."""
+"""Where Twostroke keeps what outlives a command (profiles, ledger, data, packed and imported weights, their digests), and where
+a model is."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class EngineCore:
         return ModelDrafter(draft, times, draft.step_times(path), lambda request: self._answers[request.id].seed)
 
     def _open_disk(self, folder: Path, directory: Path) -> DiskTier | None:
-        """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that cannot be used."""
+        """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that is of no use."""
         scheduler, images = self.scheduler, self.pool.images()
         config = scheduler.config
         most = self.settings.kv_dir_bytes or policy.KV_DIR_BYTES
@@ -181,26 +181,26 @@ class EngineCore:
 
     @cached_property
     def identity(self) -> bytes:
-        """Of the keys and values that this engine computes: another of the same identity computes the same bits. The engine must
-        be idle when it is first asked for."""
+        """Of the keys and values that this engine computes: another of the same identity computes the same bits. The engine
+        must be idle when it is first asked for."""
         config, images = self.scheduler.config, self.pool.images()
         form = f"{type(self.pool).__name__} {self.pool.dtype} {config.page_tokens}"
         weights = weights_digest(self._directory)
         return identity_of(weights, form, images, self.scheduler, self.spec.vocab_size, self.compute)
 
     def close(self) -> None:
-        """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the end
-        of the process does the same."""
+        """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the
+        end of the process does the same."""
         if self._disk is not None:
             self._disk.close()
             self._disk = self.scheduler.lower = None
 
     def save_session(self, path: Path, token_ids: Sequence[int]) -> None:
-        """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache has
-        lost, and those of the last page, are computed for it.
+        """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache
+        has lost are computed for it.
 
-        Raises InputError if requests are under way or the file cannot be written, what ``add_request`` raises, and EngineError if
-        the model's output is not finite. Then ``path`` is as it was.
+        Raises InputError if requests are under way or the file cannot be written, what ``add_request`` raises, and EngineError
+        if the model's output is not finite. Then ``path`` is as it was.
         """
         self._must_be_idle()
         self.add_request("session", token_ids, SamplingParams(max_tokens=1, temperature=0.0))
@@ -209,8 +209,8 @@ class EngineCore:
         session.save(Path(path), list(token_ids), self.identity, self.scheduler, self.pool.images())
 
     def load_session(self, path: Path) -> list[int]:
-        """Put the keys and values of a saved conversation into the cache. Returns its tokens: a prompt that begins with them finds
-        all their whole pages.
+        """Put the keys and values of a saved conversation into the cache. Returns its tokens: a prompt that begins with them
+        finds all their whole pages.
 
         Raises InputError if requests are under way or the file cannot be read, ConfigError if another model wrote it,
         CorruptFileError if it is damaged and CapacityError if the cache is too small. Then nothing of it can be found.
@@ -223,8 +223,8 @@ class EngineCore:
             raise InputError("requests are under way. Save and load sessions once they have ended.")
 
     def step_times(self, directory: Path, most: int | None = None) -> StepTimes:
-        """Seconds of this engine's steps by their rows, up to ``most``: by default those of requests that decode. The engine must
-        be idle."""
+        """Seconds of this engine's steps by their rows, up to ``most``: by default those of requests that decode. The engine
+        must be idle."""
         config = self.scheduler.config
         most = most or min(config.token_budget, config.max_running + config.draft_rows)
         predict = planned_step_s(directory, self.spec, self.settings)

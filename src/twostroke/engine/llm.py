@@ -132,7 +132,8 @@ class LLM:
             self.load_lora(name, adapter)
 
     def close(self) -> None:
-        """Write what waits to be written to ``kv_dir``, if there is one, and let go of it. The end of the process does the same."""
+        """Write what waits to be written to ``kv_dir``, if there is one, and let go of it. The end of the process does the
+        same."""
         self.engine.close()
 
     def save_session(self, path: str | Path, conversation: Prompt) -> None:
@@ -141,8 +142,8 @@ class LLM:
         self.engine.save_session(Path(path), self._ids(conversation))
 
     def load_session(self, path: str | Path) -> list[int]:
-        """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them go on
-        without computing them again, but for the last tokens that fill no page. Raises what ``EngineCore.load_session`` raises."""
+        """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them do
+        not compute them again, but for the last tokens that fill no page. Raises what ``EngineCore.load_session`` raises."""
         return self.engine.load_session(Path(path))
 
     def load_lora(self, name: str, directory: str | Path) -> None:

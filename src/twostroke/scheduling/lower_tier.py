@@ -19,8 +19,8 @@ class LowerTier(Protocol):
         ...
 
     def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
-        """Fill these of the request's pages. Returns how many were, from the first on. ``bounded``: it may stop for now after at
-        least one, because other requests wait for the step."""
+        """Fill these of the request's pages. Returns how many were, from the first on. ``bounded``: it may stop for now after
+        at least one, because other requests wait for the step."""
         ...
 
     def keep(self, keys: Sequence[bytes]) -> None:

@@ -1,7 +1,8 @@
 """The disk tier: pages of finished requests in a file of a directory, from which later requests and later starts load them.
 
 A page is written by a thread of its own while it still lies in the pool, and loaded when a request is admitted, if that is
-predicted to take less time than computing its tokens. Nothing depends on the file: what is damaged, missing or late is computed.
+predicted to take less time than computing its tokens. Nothing depends on the file: what is damaged, missing or late is
+computed.
 """
 
 from __future__ import annotations
@@ -264,8 +265,8 @@ class DiskTier:
         return (time.perf_counter() - began) / n if n else None
 
     def worth(self, request: Request, first: int, end: int) -> int:
-        """Of pages ``first`` to ``end`` of ``request`` those that are held, from the first on, up to the first that is not; 0 if
-        computing their tokens is predicted to be as fast as loading."""
+        """How many of pages ``first`` to ``end`` of ``request`` are held, up to the first that is not; 0 if computing their
+        tokens is predicted to be as fast as loading."""
         keys, store, n = request.page_keys, self._store, 0
         while first + n < end and keys[first + n] in store:
             n += 1
@@ -289,8 +290,8 @@ class DiskTier:
         return steps * self.times.seconds(self._token_budget) + (self.times.seconds(rest) if rest else 0.0)
 
     def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
-        """Fill pages ``first`` to ``end`` of ``request``. Returns how many were, from the first on: fewer where one is damaged or
-        the disk has become too slow, and, if ``bounded``, after ``_SLICE_S``."""
+        """Fill pages ``first`` to ``end`` of ``request``. Returns how many were, from the first on: fewer where one is damaged
+        or the disk has become too slow, and, if ``bounded``, after ``_SLICE_S``."""
         store, tokens, size = self._store, request.tokens, self._page_tokens
         began, n = time.perf_counter(), 0
         while first + n < end:
@@ -355,7 +356,8 @@ def open_store(directory: Path, most_bytes: int, identity: bytes, page_tokens: i
             n_others = sum(status.st_blocks * 512 for other, status in files if other != name)
             descriptor = folder.update(name)
     except OSError as error:
-        raise ConfigError(f"kv_dir={str(directory)!r} cannot be used: {error.strerror or error}. Name another directory.") from None
+        reason = error.strerror or str(error).rstrip(".")
+        raise ConfigError(f"kv_dir={str(directory)!r} cannot be used: {reason}. Name another directory.") from None
     file = PageFile(descriptor, identity, page_tokens, images.n_bytes)
     try:
         store = _open(file, directory / name, most_bytes)

@@ -39,7 +39,7 @@ def weights_digest(directory: Path) -> str:
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
         with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())  # type: ignore[arg-type]
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
     made = digest.hexdigest()
     with contextlib.suppress(OSError, ConfigError), private_folder(digests_dir(), create=True) as folder:
         for old, _ in folder.files(re.compile("[0-9a-f]{32}"))[: -_MAX_FILES + 1]:
@@ -50,10 +50,15 @@ def weights_digest(directory: Path) -> str:
 
 
 def identity_of(
-    weights: str, form: str, images: PageImages, scheduler: Scheduler, vocab_size: int, compute: Callable[[ScheduledStep], object]
+    weights: str,
+    form: str,
+    images: PageImages,
+    scheduler: Scheduler,
+    vocab_size: int,
+    compute: Callable[[ScheduledStep], object],
 ) -> bytes:
-    """32 bytes over the digest of the weights, what is said of the cache's ``form``, and the keys and values of a page of tokens
-    drawn at random, which are computed for it.
+    """32 bytes over the digest of the weights, what is said of the cache's ``form``, and the keys and values of a page of
+    tokens drawn at random, which are computed for it.
 
     Computing them covers whatever decides the bits: weights' scheme, runner, kernels, the processor's instructions, rotary
     tables, the offset of an int8 cache's keys. Without it each would have to be listed, and a forgotten one would let an engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,8 @@ class PageImages:
 
     def __init__(self, arrays: Sequence[Bytes]) -> None:
         self._arrays = [array for array in arrays if array.size]
-        ends = np.cumsum([array.shape[0] * array.shape[2] for array in self._arrays]).tolist()
-        self._places = [slice(end - array.shape[0] * array.shape[2], end) for array, end in zip(self._arrays, ends, strict=True)]
+        ends = [0, *np.cumsum([array.shape[0] * array.shape[2] for array in self._arrays]).tolist()]
+        self._places = [slice(begin, end) for begin, end in pairwise(ends)]
         self.n_bytes: int = ends[-1]
 
     def copy_out(self, page: int, into: Bytes) -> None:

@@ -157,8 +157,8 @@ class PageFile:
 
     @staticmethod
     def _sums(key: bytes, record: Bytes) -> tuple[int, int]:
-        """The sum of a record's 64-bit words modulo 2⁶⁴, and its CRC-32 behind that of the key. Together they read 4 GB/s, where
-        a cryptographic hash reads 1 or 2."""
+        """The sum of a record's 64-bit words modulo 2⁶⁴, and its CRC-32 behind that of the key. Together they read 4 GB/s,
+        where a cryptographic hash reads 1 or 2."""
         return int(record.view(np.uint64).sum(dtype=np.uint64)), zlib.crc32(record.data, zlib.crc32(key))
 
 
