@@ -517,8 +517,9 @@ class Scheduler:
         self._queue_forks(request)
 
     def _release_sources(self) -> None:
-        self.pool.release(self._sources)
-        self._sources = []
+        if self._sources:  # else a blocked request would look for pages again
+            self.pool.release(self._sources)
+            self._sources = []
 
     def _admit(self, request: Request, copies: list[tuple[int, int]]) -> bool:
         """Give the first waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are
