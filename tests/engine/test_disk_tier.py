@@ -27,7 +27,8 @@ from twostroke.kernels.native_library import library
 from twostroke.scheduling.prefix_tree import PrefixTree
 from twostroke.scheduling.sampling_params import SamplingParams
 
-RUNNERS = ("torch", "native") if library() is not None else ("torch",)
+# Torch's products in other formats depend on the number of rows, so that any prefix hit may change the last bits.
+KINDS = [("fp32", "torch"), *((weights, "native") for weights in ASKED if library() is not None)]
 SHARED = [5, 9, 3, 44, 7, 8, 90, 17, 33, 2, 60, 61, 62, 3, 4, 4, 4, 12, 13, 71] * 3
 PROMPTS = [[*SHARED, 30, 31], [*SHARED[:40], 77, 78, 79], [*range(2, 52)]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -88,9 +89,8 @@ def only_file(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("kv", CACHE_TYPES)
-@pytest.mark.parametrize("weights", ASKED)
+@pytest.mark.parametrize(("weights", "runner"), KINDS)
 def test_a_new_engine_answers_from_disk_as_without(tmp_path: Path, weights: str, kv: str, runner: str) -> None:
     model = saved("llama", tmp_path / "m", d_model=64, n_heads=4, head_dim=32, d_ff=128)[1]
     settings = {"dtype": weights, "kv_dtype": kv, "runner": runner}

@@ -66,7 +66,7 @@ class Below:
                 content = self.machine.cache[page]
                 assert [prefix and prefix[-1] for prefix in content] == tokens, "a page in the tree is not whole"
                 self.held[key] = list(content)
-        while len(self.held) > 60:
+        if self.held and self.random.random() < 0.2:
             del self.held[self.random.choice(list(self.held))]
 
 
@@ -183,6 +183,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 999))
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
+
+    @precondition(lambda self: self.below is not None)
+    @rule()
+    def lose_what_the_pool_knows(self) -> None:
+        """As a new engine does, but for the requests that run."""
+        assert self.below is not None
+        self.below.write()
+        self.scheduler.pool.discard_content(range(self.config.n_pages))
 
     @precondition(lambda self: self.step is not None)
     @rule()

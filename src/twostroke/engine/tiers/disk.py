@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import re
+import sys
 import threading
 import time
 import weakref
@@ -54,6 +55,9 @@ _HOPE = 0.98
 
 _SAMPLED = 8
 """Pages that are read at the start, to know a page's time."""
+
+_NICE = 19
+"""Of the writing thread. At the engine's own priority it would make the engine's threads wait for each other at every barrier."""
 
 _CLOSE_S = 30.0
 """Longest time to write what waits when the engine is closed."""
@@ -184,6 +188,9 @@ class _Writer:
         self._is_over = self._is_full = False
 
     def run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (keys := self.jobs.get()) is not None:
             try:
                 if self._is_over:
