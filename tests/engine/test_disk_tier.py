@@ -28,7 +28,9 @@ from twostroke.scheduling.prefix_tree import PrefixTree
 from twostroke.scheduling.sampling_params import SamplingParams
 
 # Torch's products in other formats depend on the number of rows, so that any prefix hit may change the last bits.
-KINDS = [("fp32", "torch"), *((weights, "native") for weights in ASKED if library() is not None)]
+KINDS = [("fp32", kv, "torch") for kv in CACHE_TYPES]
+if library() is not None:
+    KINDS += [(weights, "auto", "native") for weights in ASKED] + [(w, kv, "native") for w in ("bf16", "int8") for kv in CACHE_TYPES]
 SHARED = [5, 9, 3, 44, 7, 8, 90, 17, 33, 2, 60, 61, 62, 3, 4, 4, 4, 12, 13, 71] * 3
 PROMPTS = [[*SHARED, 30, 31], [*SHARED[:40], 77, 78, 79], [*range(2, 52)]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -89,8 +91,7 @@ def only_file(folder: Path) -> Path:
     return found
 
 
-@pytest.mark.parametrize("kv", CACHE_TYPES)
-@pytest.mark.parametrize(("weights", "runner"), KINDS)
+@pytest.mark.parametrize(("weights", "kv", "runner"), KINDS)
 def test_a_new_engine_answers_from_disk_as_without(tmp_path: Path, weights: str, kv: str, runner: str) -> None:
     model = saved("llama", tmp_path / "m", d_model=64, n_heads=4, head_dim=32, d_ff=128)[1]
     settings = {"dtype": weights, "kv_dtype": kv, "runner": runner}

@@ -184,13 +184,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
 
-    @precondition(lambda self: self.below is not None)
-    @rule()
-    def lose_what_the_pool_knows(self) -> None:
-        """As a new engine does, but for the requests that run."""
+    @precondition(lambda self: self.below is not None and self.below.held and len(self.scheduler.requests) < 8)
+    @rule(data=st.data(), tail=st.lists(TOKENS, min_size=1, max_size=3), max_tokens=st.sampled_from((1, 5)))
+    def go_on_after_a_loss(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        """The pool forgets what it knows, as a new engine does, and prompts come whose beginnings the tier may hold."""
         assert self.below is not None
         self.below.write()
         self.scheduler.pool.discard_content(range(self.config.n_pages))
+        for content in data.draw(st.lists(st.sampled_from(list(self.below.held.values())), min_size=1, max_size=3)):
+            prompt = [*(content[-1] or ()), *tail]
+            self._add(Request(f"r{self.n_added}", prompt, SamplingParams(max_tokens=max_tokens)), prompt, max_tokens)
 
     @precondition(lambda self: self.step is not None)
     @rule()
