@@ -94,7 +94,9 @@ def test_a_prompt_that_parts_within_a_page_takes_over_what_comes_before() -> Non
     s.add(request("b", [*range(10, 17), 99, 98, 97]))
     step = s.schedule()
     assert step.starts == [7]
-    assert step.copies == [(s.pool.tree.held(s.keys_of([*range(10, 18)])[2])[0], step.requests[0].pages[1])]  # type: ignore[index]
+    known = s.pool.tree.held(s.keys_of([*range(10, 18)])[2])
+    assert known is not None
+    assert step.copies == [(known[0], step.requests[0].pages[1])]
 
 
 def test_nothing_is_copied_that_would_leave_too_few_pages() -> None:

@@ -66,8 +66,8 @@ class PrefixTree:
         return None if page is None or entry is None or entry[0] != key else (page, entry[1])
 
     def begun(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the newest pages behind the prefix ``parent`` the one that begins most like ``tokens``, and how many tokens it shares
-        with them; (−1, 0) if none does."""
+        """Of the newest pages behind the prefix ``parent`` the one that begins most like ``tokens``, and how many tokens it
+        shares with them; (−1, 0) if none does."""
         best, most = -1, 0
         for page in islice(reversed(self._behind.get(parent, {})), _COMPARED):
             n = 0

@@ -21,6 +21,9 @@ from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
+LEAST_BEGUN = 0.25
+"""Share of a page that a prompt must have in common with one for that page to be copied: fewer tokens are computed as fast."""
+
 
 class Adapters(Protocol):
     """Who holds adapters in memory for requests that run. ``claim`` returns False if there is no room beside the others."""
@@ -53,6 +56,9 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
+
+    A prompt that parts from a known one within a page takes over what comes before, in a copy of that page. The page is held
+    until the step is over, so that nobody else writes to it before it is copied.
 
     Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
     slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
@@ -550,8 +556,8 @@ class Scheduler:
             before = request.page_keys[len(hits) - 1] if hits else self._root_of(request)
             start = len(hits) * c.page_tokens
             source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
-            if n_begun and pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free:
-                n_begun = 0  # there is no room beside the page that would be copied
+            if n_begun < c.page_tokens * LEAST_BEGUN or (pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free):
+                n_begun = 0  # too few for a copy, or there is no room beside the page that would be copied
         if n_begun:
             pool.retain([source])
             self._sources.append(source)

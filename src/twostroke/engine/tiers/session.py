@@ -33,8 +33,8 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
                     found = scheduler.pool.tree.held(held)
                     if found is None or found[1] != own:
                         raise EngineError(
-                            "not all keys and values of the conversation are in the cache: the model's output is not finite, or "
-                            "the cache is too small."
+                            "not all keys and values of the conversation are in the cache: the model's output is not "
+                            "finite, or the cache is too small."
                         )
                     images.copy_out(found[0], file.image(record))
                     file.set_tokens(record, own)
@@ -52,7 +52,7 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
 def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) -> list[int]:
     """Put the pages of ``path`` into the pool, where the prefix tree finds them, and return the session's tokens.
 
-    Raises InputError, ConfigError, CorruptFileError or CapacityError; then the prefix tree is as it was.
+    Raises InputError, ConfigError, CorruptFileError or CapacityError; then nothing of it can be found.
     """
     config, pool = scheduler.config, scheduler.pool
     size = config.page_tokens
