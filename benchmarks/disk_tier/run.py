@@ -154,7 +154,7 @@ def compression(model: Path, text: Path | None) -> dict[str, Any]:
     tokens = tokens[: min(2000, core.max_model_len - GREEDY.max_tokens) // 16 * 16]
     seconds, _ = first_token(core, tokens)
     images, page = core.pool.images(), np.zeros(core.pool.images().n_bytes, np.uint8)
-    pages = [core.scheduler.pool.tree.held(key) for key in core.scheduler.keys_of(tokens)]
+    pages = [core.scheduler.pool.tree.held(key) for key in core.scheduler.keys_of(tokens)[1:]]
     found: dict[str, Any] = {"cache": core.pool.dtype, "compute_us_per_token": 1e6 * seconds / len(tokens)}
     began = time.perf_counter()
     for held in pages:

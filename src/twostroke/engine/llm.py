@@ -143,7 +143,7 @@ class LLM:
 
     def load_session(self, path: str | Path) -> list[int]:
         """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them do
-        not compute them again, but for the last tokens that fill no page. Raises what ``EngineCore.load_session`` raises."""
+        not compute them again. Raises what ``EngineCore.load_session`` raises."""
         return self.engine.load_session(Path(path))
 
     def load_lora(self, name: str, directory: str | Path) -> None:

@@ -21,6 +21,9 @@ from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
+LEAST_BEGUN = 0.25
+"""Share of a page that a prompt must have in common with one for that page to be copied: fewer tokens are computed as fast."""
+
 
 class Adapters(Protocol):
     """Who holds adapters in memory for requests that run. ``claim`` returns False if there is no room beside the others."""
@@ -54,6 +57,9 @@ class Scheduler:
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
 
+    A prompt that parts from a known one within a page takes over what comes before, in a copy of that page. The page is held
+    until the step is over, so that nobody else writes to it before it is copied.
+
     Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
     slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
     """
@@ -74,7 +80,8 @@ class Scheduler:
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
         self._accounts = Accounts()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests stay in it until their deadline
-        self._copied: list[Request] = []  # forks that were admitted in the current step and need a page copied
+        self._copied: list[Request] = []  # requests that were admitted in the current step and need a page copied
+        self._sources: list[int] = []  # cached pages that are copied in the current step, and must not be given away before
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
@@ -195,7 +202,7 @@ class Scheduler:
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
             if first is not None and (not under_way or queue_rank(first) < queue_rank(under_way[-1])):
-                if not (self._fork(first, copies) or self._admit(first)):
+                if not (self._fork(first, copies) or self._admit(first, copies)):
                     admitting = False
                     continue
                 self._waiting.remove(first)
@@ -275,6 +282,7 @@ class Scheduler:
         if len(sampled) != len(step.requests):
             raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
         self._in_flight = None
+        self._release_sources()
         finished: list[Request] = []
         page_tokens, window, drafts = self.config.page_tokens, self.config.window, step.drafts
         running, ended = Status.RUNNING, False
@@ -428,9 +436,11 @@ class Scheduler:
         if step is not self._in_flight:
             raise RuntimeError("abandon() must follow schedule() with the step it returned")
         self._in_flight = None
-        for fork in self._copied:  # its copy may be missing, and the original may change that page before the next step
-            if fork.status is Status.RUNNING:
-                self._preempt(fork)
+        for copied in self._copied:  # its copy may be missing, and another request may change that page before the next step
+            copied.n_computed = copied.n_registered * self.config.page_tokens
+            if copied.status is Status.RUNNING:
+                self._preempt(copied)
+        self._release_sources()
         self._unreported_growth = [r for r in step.grown if r.status is Status.RUNNING]
         for request in step.requests:
             if request.status is Status.FINISHED:
@@ -512,7 +522,12 @@ class Scheduler:
         self._waiting.add(request)
         self._queue_forks(request)
 
-    def _admit(self, request: Request) -> bool:
+    def _release_sources(self) -> None:
+        if self._sources:  # else a blocked request would look for pages again
+            self.pool.release(self._sources)
+            self._sources = []
+
+    def _admit(self, request: Request, copies: list[tuple[int, int]]) -> bool:
         """Give the first waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are
         free."""
         c, pool = self.config, self.pool
@@ -522,7 +537,7 @@ class Scheduler:
         n_needed = self._pages_for(self._tokens_to_hold(request))
         self._hash_full_pages(request)
         # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
-        # logits of its prompt computes all of it. Only whole pages are shared.
+        # logits of its prompt computes all of it. Only whole pages are shared, and one that begins alike is copied.
         max_hits = 0 if request.params.prompt_logprobs is not None else (n_known - 1) // c.page_tokens
         hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, max_hits)
         n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
@@ -533,12 +548,26 @@ class Scheduler:
         if not self._claim_adapter(request):
             return False
         pool.retain(hits)
+        n_lower = 0
+        if self.lower is not None and request.adapter is None and len(hits) < max_hits:
+            n_lower = self.lower.worth(request, len(hits), max_hits)
+        source, n_begun = -1, 0
+        if n_lower == 0 and c.prefix_cache and request.params.prompt_logprobs is None:
+            before = request.page_keys[len(hits) - 1] if hits else self._root_of(request)
+            start = len(hits) * c.page_tokens
+            source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
+            if n_begun < c.page_tokens * LEAST_BEGUN or (pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free):
+                n_begun = 0  # too few for a copy, or there is no room beside the page that would be copied
+        if n_begun:
+            pool.retain([source])
+            self._sources.append(source)
         fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
-        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens)
-        if self.lower is not None and request.adapter is None and len(hits) < max_hits:
-            n = self.lower.worth(request, len(hits), max_hits)
-            request.restorable = len(hits) + n if n else 0
+        if n_begun:
+            copies.append((source, fresh[0]))
+            self._copied.append(request)
+        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens + n_begun)
+        request.restorable = len(hits) + n_lower if n_lower else 0
         return True
 
     def _restore(self, request: Request, lower: LowerTier, bounded: bool) -> bool:
@@ -621,20 +650,19 @@ class Scheduler:
             request.n_dropped = first_seen
 
     def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
-        """Keys under which a request of no named client and no adapter finds the full pages of ``tokens``."""
-        keys: list[bytes] = []
-        self._extend(keys, tokens, root_of("") if self.config.separate_prefixes else ROOT)
+        """The key of the empty prefix of requests of no named client and no adapter, and behind it those of the pages of
+        ``tokens``, of which the last may be filled in part."""
+        keys = [root_of("") if self.config.separate_prefixes else ROOT]
+        for i in range(0, len(tokens), self.config.page_tokens):
+            keys.append(chain_key(keys[-1], tokens[i : i + self.config.page_tokens]))
         return keys
 
     def _hash_full_pages(self, request: Request) -> None:
         """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
-        if len(request.tokens) // self.config.page_tokens > len(request.page_keys) and self.config.prefix_cache:
-            self._extend(request.page_keys, request.tokens, self._root_of(request))
-
-    def _extend(self, keys: list[bytes], tokens: Sequence[int], root: bytes) -> None:
-        """Append to ``keys`` those of the full pages of ``tokens`` that it lacks."""
-        page_tokens = self.config.page_tokens
-        parent = keys[-1] if keys else root
+        page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
+        if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
+            return
+        parent = keys[-1] if keys else self._root_of(request)
         for i in range(len(keys), len(tokens) // page_tokens):
             parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
             keys.append(parent)
@@ -645,12 +673,20 @@ class Scheduler:
 
     def _register(self, request: Request) -> None:
         """Offer the pages that this step filled to the prefix tree."""
-        page_tokens = self.config.page_tokens
+        page_tokens, keys = self.config.page_tokens, request.page_keys
         self._hash_full_pages(request)
-        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(request.page_keys))):
+        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(keys))):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
-            self.pool.tree.insert(request.page_keys[i], tokens, request.pages[i])
+            self.pool.tree.insert(keys[i], tokens, request.pages[i], keys[i - 1] if i else self._root_of(request))
         request.n_registered = request.n_computed // page_tokens
+
+    def _register_end(self, request: Request) -> None:
+        """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""
+        n, page_tokens = request.n_computed, self.config.page_tokens
+        if n % page_tokens and self.config.prefix_cache and request.finish_reason != "error":
+            tokens = request.tokens[n - n % page_tokens : n]
+            before = request.page_keys[n // page_tokens - 1] if n >= page_tokens else self._root_of(request)
+            self.pool.tree.insert(chain_key(before, tokens), tokens, request.pages[n // page_tokens], before)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_waiting = request.status is Status.WAITING
@@ -674,6 +710,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if self.lower is not None and request.adapter is None and request.n_registered:
             self.lower.keep(request.page_keys[: request.n_registered])
+        self._register_end(request)
         self.pool.release(request.pages[request.n_dropped :])
         self._slots.append(request.slot)
         if request.adapter is not None and self.adapters is not None:

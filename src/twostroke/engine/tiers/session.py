@@ -1,4 +1,4 @@
-"""A conversation's keys and values in one file: its whole pages in order, and a last record with tokens that fill no page."""
+"""A conversation's keys and values in one file: its pages in order, of which the last may be filled in part."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
             with contextlib.closing(PageFile(descriptor, identity, page_tokens, images.n_bytes)) as file:
                 file.begin()
                 key, record = ROOT, file.record()
-                held = scheduler.keys_of(tokens)
-                for slot, at in enumerate(range(0, len(tokens), page_tokens)):
-                    own = tokens[at : at + page_tokens]
+                for slot, held in enumerate(scheduler.keys_of(tokens)[1:]):
+                    own = tokens[slot * page_tokens : (slot + 1) * page_tokens]
+                    found = scheduler.pool.tree.held(held)
+                    if found is None or found[1] != own:
+                        raise EngineError(
+                            "not all keys and values of the conversation are in the cache: the model's output is not "
+                            "finite, or the cache is too small."
+                        )
+                    images.copy_out(found[0], file.image(record))
                     file.set_tokens(record, own)
-                    file.image(record)[:] = 0
-                    if slot < len(held):
-                        found = scheduler.pool.tree.held(held[slot])
-                        if found is None or found[1] != own:
-                            raise EngineError(
-                                "not all keys and values of the conversation are in the cache: the model's output is not "
-                                "finite, or the cache is too small."
-                            )
-                        images.copy_out(found[0], file.image(record))
                     key = chain_key(key, own)
                     file.write(slot, key, len(tokens), record)
             os.rename(partial, path)
@@ -55,7 +52,7 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
 def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) -> list[int]:
     """Put the pages of ``path`` into the pool, where the prefix tree finds them, and return the session's tokens.
 
-    Raises InputError, ConfigError, CorruptFileError or CapacityError; then the prefix tree is as it was.
+    Raises InputError, ConfigError, CorruptFileError or CapacityError; then nothing of it can be found.
     """
     config, pool = scheduler.config, scheduler.pool
     size = config.page_tokens
@@ -79,18 +76,18 @@ def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) 
                 if entry is None or not own or entry.key != key or not (whole or slot == len(entries) - 1):
                     raise _damaged(path)
                 tokens += own
-                if whole:
-                    page = pool.allocate(1, after=pages[-1] if pages else -1)
-                    if page is None:
-                        raise CapacityError(
-                            f"{path} holds more tokens than the {config.n_pages} pages of the KV cache. Raise kv_cache_bytes."
-                        )
-                    pages += page
-                    images.copy_in(page[0], file.image(record))
+                page = pool.allocate(1, after=pages[-1] if pages else -1)
+                if page is None:
+                    raise CapacityError(
+                        f"{path} holds more tokens than the {config.n_pages} pages of the KV cache. Raise kv_cache_bytes."
+                    )
+                pages += page
+                images.copy_in(page[0], file.image(record))
             if not entries or entries[0] is None or entries[0].used != len(tokens):
                 raise _damaged(path)
-        for i, (held, at) in enumerate(zip(scheduler.keys_of(tokens), pages, strict=True)):
-            pool.tree.insert(held, tokens[i * size : (i + 1) * size], at)
+        keys = scheduler.keys_of(tokens)
+        for i, page_of in enumerate(pages):
+            pool.tree.insert(keys[i + 1], tokens[i * size : (i + 1) * size], page_of, keys[i])
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     finally:
