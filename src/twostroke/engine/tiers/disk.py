@@ -48,9 +48,9 @@ _LEAST_GAIN = 1.25
 """Loading must promise to take so many times less than computing. Below it the errors of both predictions decide."""
 
 _SURPRISE = 0.3
-"""Share of the newest load in the estimate of a page's time."""
+"""Share of the newest load in the estimate of a page's time, if it was faster. A slower one is the estimate."""
 
-_HOPE = 0.98
+_HOPE = 0.95
 """Factor of a page's estimated time at each load that was not worth it. A disk that was slow is then tried again."""
 
 _SAMPLED = 8
@@ -318,7 +318,8 @@ class DiskTier:
             n += 1
         passed = time.perf_counter() - began
         if n:
-            self._page_s = passed / n if self._page_s is None else (1 - _SURPRISE) * self._page_s + _SURPRISE * passed / n
+            known = passed / n if self._page_s is None else self._page_s
+            self._page_s = max(passed / n, known + _SURPRISE * (passed / n - known))
         self._counts.hit_tokens += n * size
         self._counts.load_s += passed
         self._loaded_s += passed
