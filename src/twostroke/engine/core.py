@@ -210,7 +210,7 @@ class EngineCore:
 
     def load_session(self, path: Path) -> list[int]:
         """Put the keys and values of a saved conversation into the cache. Returns its tokens: a prompt that begins with them
-        finds them all.
+        finds them, but for less than a quarter of a page.
 
         Raises InputError if requests are under way or the file cannot be read, ConfigError if another model wrote it,
         CorruptFileError if it is damaged and CapacityError if the cache is too small. Then nothing of it can be found.

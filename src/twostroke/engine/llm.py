@@ -142,8 +142,8 @@ class LLM:
         self.engine.save_session(Path(path), self._ids(conversation))
 
     def load_session(self, path: str | Path) -> list[int]:
-        """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them do
-        not compute them again. Raises what ``EngineCore.load_session`` raises."""
+        """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them
+        compute at most a quarter of a page of them again. Raises what ``EngineCore.load_session`` raises."""
         return self.engine.load_session(Path(path))
 
     def load_lora(self, name: str, directory: str | Path) -> None:

@@ -57,7 +57,7 @@ _SAMPLED = 8
 """Pages that are read at the start, to know a page's time."""
 
 _NICE = 19
-"""Of the writing thread. At the engine's own priority it would make the engine's threads wait for each other at every barrier."""
+"""Of the writing thread. At the engine's own priority it would make the engine's threads wait for each other at barriers."""
 
 _CLOSE_S = 30.0
 """Longest time to write what waits when the engine is closed."""
