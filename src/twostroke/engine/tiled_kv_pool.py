@@ -118,6 +118,9 @@ class TiledKVPool:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second, in every layer."""
+        if self.page_tokens % TILE == 0:
+            self.images().copy(*zip(*pairs, strict=True))
+            return
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
         pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))

@@ -25,6 +25,11 @@ class PageImages:
         for array, place in zip(self._arrays, self._places, strict=True):
             into[place].reshape(array.shape[0], -1)[:] = array[:, page]
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Each of the pages ``sources`` into the one of ``targets`` at its place."""
+        for array in self._arrays:
+            array[:, list(targets)] = array[:, list(sources)]
+
     def copy_in(self, page: int, image: Bytes) -> None:
         """``image`` into ``page``."""
         for array, place in zip(self._arrays, self._places, strict=True):
