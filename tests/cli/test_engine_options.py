@@ -42,6 +42,8 @@ def test_words_of_settings_give_them_back() -> None:
         kv_cache_bytes=3 * 2**28 + 4096,
         n_threads=3,
         lora_memory_bytes=2**29,
+        kv_dir="a folder",
+        kv_dir_bytes=2**31,
         speculate="ngram",
         deterministic=True,
     )

@@ -258,7 +258,7 @@ def test_stats_count_what_was_done(llama: Path) -> None:
     run(core)
     stats = core.stats()
     assert (stats.prefill_steps, stats.decode_steps, stats.mixed_steps) == (2, 8, 0)
-    assert (stats.prompt_tokens, stats.prefix_hit_tokens, stats.prefill_tokens) == (20, 8, 12)
+    assert (stats.prompt_tokens, stats.prefix_hit_tokens, stats.prefill_tokens) == (20, 9, 11)
     assert (stats.output_tokens, stats.decode_tokens) == (10, 8)
     per_token = token_bytes(SPECS["llama"], "fp32")
     keys = 2 * (11 + 12 + 13 + 14)  # each decode step attends to all before it and to itself

@@ -69,15 +69,43 @@ def test_a_long_prompt_never_delays_a_decode() -> None:
         assert run_step(s)[0].by_request()["a"] == 1
 
 
-def test_the_known_prefix_is_not_computed_again_and_whole_pages_are_shared() -> None:
+def test_the_known_prefix_is_not_computed_again_whole_pages_are_shared_and_the_last_is_copied() -> None:
     s = make(token_budget=32)
     s.add(request("a", 11))
+    first, _ = run_step(s)
+    known = list(first.requests[0].pages)
     run_all(s)
     s.add(request("b", 11))
-    step, _ = run_step(s)
-    assert step.by_request() == {"b": 3}
-    assert step.starts == [8]
-    assert s.n_prefix_hit_tokens == 8
+    step = s.schedule()
+    assert step.by_request() == {"b": 1}
+    assert step.starts == [10]
+    assert step.requests[0].pages[:2] == known[:2]
+    assert step.copies == [(known[2], step.requests[0].pages[2])]
+    assert s.pool.references[known[2]] == 1  # until it is copied
+    s.update(step, [7])
+    assert s.pool.references[known[2]] == 0
+    assert s.n_prefix_hit_tokens == 10
+
+
+def test_a_prompt_that_parts_within_a_page_takes_over_what_comes_before() -> None:
+    s = make(token_budget=32)
+    s.add(request("a", [*range(10, 21)]))
+    run_all(s)
+    s.add(request("b", [*range(10, 17), 99, 98, 97]))
+    step = s.schedule()
+    assert step.starts == [7]
+    known = s.pool.tree.held(s.keys_of([*range(10, 18)])[2])
+    assert known is not None
+    assert step.copies == [(known[0], step.requests[0].pages[1])]
+
+
+def test_nothing_is_copied_that_would_leave_too_few_pages() -> None:
+    s = make(n_pages=3, max_model_len=12, token_budget=32)
+    s.add(request("a", 11, max_tokens=1))
+    run_all(s)
+    s.add(request("b", [100, 101, 102, 103, 104, *[9] * 6], max_tokens=1))
+    run_all(s)
+    assert s.n_prefix_hit_tokens == 4
 
 
 def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
@@ -85,7 +113,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     s.add(request("a", 8))
     run_all(s)
     s.add(request("b", 8))
-    assert run_step(s)[0].by_request() == {"b": 4}
+    assert run_step(s)[0].by_request() == {"b": 1}
 
 
 def test_a_running_request_shares_its_pages_with_a_newcomer() -> None:

@@ -24,12 +24,60 @@ PROMPTS = st.one_of(
 )
 
 
+class Below:
+    """A tier that writes late, and loses, refuses and interrupts loads at random. ``held`` are copies of pages of the cache."""
+
+    def __init__(self, machine: SchedulerMachine) -> None:
+        self.machine, self.random = machine, random.Random(1)
+        self.held: dict[bytes, list[tuple[int, ...] | None]] = {}
+        self.jobs: list[Sequence[bytes]] = []
+
+    def worth(self, request: Request, first: int, end: int) -> int:
+        n = 0
+        while first + n < end and request.page_keys[first + n] in self.held:
+            n += 1
+        return n if self.random.random() < 0.9 else 0
+
+    def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
+        assert request.status is Status.RUNNING
+        n_before = self.random.choice((0, 1, 2)) if self.random.random() < 0.2 else 99  # pages before a damaged one
+        n = min(end - first, n_before, self.random.choice((1, 2)) if bounded else 99)
+        for place in range(first, first + n):
+            page = request.pages[place]
+            assert self.machine.scheduler.pool.references[page] == 1, "a shared page is about to be written"
+            self.machine.cache[page] = list(self.held[request.page_keys[place]])
+        SchedulerMachine.n_restored += n
+        SchedulerMachine.n_slices += bool(bounded and n < end - first)
+        return n
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        self.jobs.append(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    def write(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for key in (key for keys in jobs for key in keys):
+            found = self.machine.scheduler.pool.tree.held(key)
+            if found is not None:
+                page, tokens = found
+                content = self.machine.cache[page]
+                assert [prefix and prefix[-1] for prefix in content] == tokens, "a page in the tree is not whole"
+                self.held[key] = list(content)
+        if self.held and self.random.random() < 0.2:
+            del self.held[self.random.choice(list(self.held))]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """``cache[page][offset]`` is the whole prefix whose keys and values stand there. If every request always finds its own
     prefixes at its positions, no page was lost to it, shared wrongly, or overwritten."""
 
     n_transitions = 0  # of all walks: rules that ran, each checked by the invariant
     n_right = n_wrong = n_rolled_back = 0  # drafts, and pages that only wrong ones needed
+    n_restored = n_slices = 0  # pages from the tier below, and loads that went on in a later step
+    n_begun = 0  # requests that took over a part of a page
 
     @initialize(
         page_tokens=st.sampled_from((1, 2, 3, 4)),
@@ -41,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         separate=st.booleans(),
         scored_rows=st.sampled_from((None, 1, 3)),
         draft_rows=st.sampled_from((0, 2, 9)),
+        below=st.sampled_from((False, True, True)),
     )
     def start(
         self,
@@ -53,11 +102,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         separate: bool,
         scored_rows: int | None,
         draft_rows: int,
+        below: bool,
     ) -> None:
         limits = (max_running + spare, max_running, page_tokens, n_pages, max_model_len)
         self.config = SchedulerConfig(*limits, window, separate, scored_rows, draft_rows=draft_rows)
         self.now = 0.0
-        self.scheduler = Scheduler(self.config)
+        self.below = Below(self) if below else None
+        self.scheduler = Scheduler(self.config, lower=self.below)
         self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
         self.step: ScheduledStep | None = None
         self.tables: dict[int, list[int]] = {}  # by slot, as an engine keeps them that reads only ``grown``
@@ -133,6 +184,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
 
+    @precondition(lambda self: self.below is not None and self.below.held and len(self.scheduler.requests) < 8)
+    @rule(data=st.data(), tail=st.lists(TOKENS, min_size=1, max_size=3), max_tokens=st.sampled_from((1, 5)))
+    def go_on_after_a_loss(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
+        """The pool forgets what it knows, as a new engine does, and prompts come whose beginnings the tier may hold."""
+        assert self.below is not None
+        self.below.write()
+        self.scheduler.pool.discard_content(range(self.config.n_pages))
+        for content in data.draw(st.lists(st.sampled_from(list(self.below.held.values())), min_size=1, max_size=3)):
+            prompt = [*(content[-1] or ()), *tail]
+            self._add(Request(f"r{self.n_added}", prompt, SamplingParams(max_tokens=max_tokens)), prompt, max_tokens)
+
     @precondition(lambda self: self.step is not None)
     @rule()
     def abandon_step(self) -> None:
@@ -144,6 +206,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self, random: random.Random) -> None:
         scheduler, page_tokens = self.scheduler, self.config.page_tokens
+        if self.below is not None and random.random() < 0.5:
+            self.below.write()
 
         def propose(decoding: Sequence[Request], n_tokens: int, room: int) -> Mapping[int, Sequence[int]]:
             assert n_tokens + room <= self.config.token_budget
@@ -168,6 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompts = list(zip(step.requests, step.counts, strict=True))[step.n_decodes :]
         n_scored = sum(n for request, n in prompts if request.params.prompt_logprobs is not None)
         assert self.config.scored_rows is None or n_scored <= self.config.scored_rows
+        SchedulerMachine.n_begun += len(scheduler._sources)
         for source, target in step.copies:
             assert scheduler.pool.references[source]
             assert scheduler.pool.references[target] == 1
@@ -231,6 +296,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page in request.pages:
                 if page >= 0:
                     holders[page] += 1
+        for source in self.scheduler._sources:
+            holders[source] += 1
         assert [holders[i] for i in range(pool.n_pages)] == pool.references
         assert pool.n_used == sum(n > 0 for n in pool.references)
         assert pool.n_used + pool.n_free == pool.n_pages
@@ -268,6 +335,8 @@ def _run(max_examples: int, step_count: int) -> None:
 def test_no_page_is_lost_or_shared_wrongly() -> None:
     _run(max_examples=250, step_count=30)
     assert min(SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back) > 30
+    assert min(SchedulerMachine.n_restored, SchedulerMachine.n_begun) > 20
+    assert SchedulerMachine.n_slices > 2
 
 
 @pytest.mark.soak

@@ -49,7 +49,8 @@ def _words(setting: Setting, value: Any) -> tuple[str, ...]:
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    kind: type = bool if setting.switch else str if setting.choices else int if setting.unit == 1 else float
+    is_text = setting.choices or setting.is_path
+    kind: type = bool if setting.switch else str if is_text else int if setting.unit == 1 else float
     default = getattr(FROM_OPTIONS, name)
     least = 1 if kind is int else None  # a float's bounds depend on its unit: `_value` checks them
     option = typer.Option(default, str(setting.option), help=setting.help, min=least)

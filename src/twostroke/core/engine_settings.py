@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from twostroke.core import policy
@@ -23,8 +24,8 @@ OFF, NGRAM, DRAFT = "off", "ngram", "draft:"
 
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
-    option (None: it has no option), how many of the field's units one of the option's is, the largest number, how a value
-    may begin that goes on freely, and whether it is a switch that is true or false."""
+    option (None: it has no option), how many of the field's units one of the option's is, the largest number, how a value may
+    begin that goes on freely, and whether it is a switch that is true or false, or a path."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class Setting(NamedTuple):
     most: int = MAX_INTEGER
     begins: str | None = None
     switch: bool = False
+    is_path: bool = False
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -59,6 +61,10 @@ def _number(help: str, default: int | None = None, option: str | None = None, un
 
 def _switch(help: str, option: str) -> Any:
     return dataclasses.field(default=False, metadata={"setting": Setting(help, option=option, switch=True)})
+
+
+def _path(help: str, option: str) -> Any:
+    return dataclasses.field(default=None, metadata={"setting": Setting(help, option=option, is_path=True)})
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class EngineSettings:
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
+    kv_dir: str | None = _path("Directory in which cached prefixes outlive memory and the process.", "--kv-dir")
+    kv_dir_bytes: int | None = _number("Largest file of them, in GiB. Default: 10.", option="--kv-dir-gib", unit=2**30)
     speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF, DRAFT)
     deterministic: bool = _switch(
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
@@ -107,6 +115,11 @@ class EngineSettings:
             elif setting.choices:
                 if not setting.allows(value):
                     raise ConfigError(f"{name}={value!r} is not known. Use one of auto, {', '.join(setting.named)}.")
+            elif setting.is_path:
+                if value is not None and not (isinstance(value, str) and value):
+                    raise ConfigError(f"{name}={value!r} must be the path of a directory.")
+                if value is not None and Path(value).exists() and not Path(value).is_dir():
+                    raise ConfigError(f"{name}={value!r} is not a directory. Name one, or one that is to be made.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
 

@@ -1,4 +1,5 @@
-"""Where Twostroke keeps what outlives a command (profiles, ledger, data, packed and imported weights), and where a model is."""
+"""Where Twostroke keeps what outlives a command (profiles, ledger, data, packed and imported weights, their digests), and where
+a model is."""
 
 from __future__ import annotations
 
@@ -34,6 +35,10 @@ def data_cache_dir() -> Path:
 
 def packed_dir() -> Path:
     return home() / "packed"
+
+
+def digests_dir() -> Path:
+    return home() / "digests"
 
 
 def imported_dir() -> Path:

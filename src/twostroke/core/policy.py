@@ -137,6 +137,9 @@ MAX_ADAPTER_RANK = 512
 ADAPTER_MEMORY_BYTES = 2 * 2**30
 """Memory of adapters by default: two hundred of rank 16 beside every matrix of a model of 135M parameters."""
 
+KV_DIR_BYTES = 10 * 2**30
+"""Largest file of cached prefixes by default: half a million tokens of a model of 1.1B parameters."""
+
 MOST_THREADS = 256
 """Threads that the engine may be told to use: the native library's pool has places for so many (``Pool::kMaxThreads``), and
 OpenMP crashes where the system refuses it a thread."""

@@ -25,18 +25,27 @@ class PrivateFolder:
     def read(self, name: str) -> FileIO:
         """The file, unbuffered. Raises PermissionError where it is not a regular file of this user."""
         opened = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _FLAGS, dir_fd=self.descriptor)  # a pipe would block
+        return os.fdopen(self._checked(opened, name), "rb", buffering=0)
+
+    @staticmethod
+    def _checked(opened: int, name: str) -> int:
         try:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise PermissionError(f"{name} is not a regular file of this user.")
-            return os.fdopen(opened, "rb", buffering=0)
         except BaseException:
             os.close(opened)
             raise
+        return opened
 
     def create(self, name: str) -> BinaryIO:
         """A new file that only this user may read. Raises FileExistsError where there is anything of that name."""
         return os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=self.descriptor), "wb")
+
+    def update(self, name: str) -> int:
+        """A descriptor to read and write the file, which is made where it is missing. Raises PermissionError as ``read``."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _FLAGS
+        return self._checked(os.open(name, flags, 0o600, dir_fd=self.descriptor), name)
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -38,6 +39,9 @@ from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
+from twostroke.engine.tiers import session
+from twostroke.engine.tiers.disk import DiskTier, open_store
+from twostroke.engine.tiers.identity import identity_of, weights_digest
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.engine.verification import verify
@@ -144,7 +148,11 @@ class EngineCore:
         centred = CACHES[kv_dtype].scaled and away.attention_cap is None and not away.attention_sinks
         if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
             centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
+        self._directory = directory
         self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
+        self._disk: DiskTier | None = None
+        if self.settings.kv_dir is not None:
+            self._disk = self.scheduler.lower = self._open_disk(Path(self.settings.kv_dir), Path(model_dir))
         self.load_s = time.perf_counter() - began
 
     def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter:
@@ -152,7 +160,8 @@ class EngineCore:
         if not self.settings.speculate.startswith(DRAFT):
             return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
         path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
-        draft = EngineCore(path, replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None))
+        own = replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None, kv_dir=None)
+        draft = EngineCore(path, own)
         if draft.spec.vocab_size != self.spec.vocab_size:
             raise ConfigError(
                 f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
@@ -160,10 +169,65 @@ class EngineCore:
             )
         return ModelDrafter(draft, times, draft.step_times(path), lambda request: self._answers[request.id].seed)
 
-    def step_times(self, directory: Path) -> StepTimes:
-        """Seconds of this engine's steps by their rows. The engine must be idle."""
+    def _open_disk(self, folder: Path, directory: Path) -> DiskTier | None:
+        """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that is of no use."""
+        scheduler, images = self.scheduler, self.pool.images()
+        config = scheduler.config
+        most = self.settings.kv_dir_bytes or policy.KV_DIR_BYTES
+        store = open_store(folder, most, self.identity, config.page_tokens, images)
+        if store is None:
+            return None
+        times = self.step_times(directory, config.token_budget)
+        return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Of the keys and values that this engine computes: another of the same identity computes the same bits. The engine
+        must be idle when it is first asked for."""
+        config, images = self.scheduler.config, self.pool.images()
+        form = f"{type(self.pool).__name__} {self.pool.dtype} {config.page_tokens}"
+        weights = weights_digest(self._directory)
+        return identity_of(weights, form, images, self.scheduler, self.spec.vocab_size, self.compute)
+
+    def close(self) -> None:
+        """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the
+        end of the process does the same."""
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = self.scheduler.lower = None
+
+    def save_session(self, path: Path, token_ids: Sequence[int]) -> None:
+        """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache
+        has lost are computed for it.
+
+        Raises InputError if requests are under way or the file cannot be written, what ``add_request`` raises, and EngineError
+        if the model's output is not finite. Then ``path`` is as it was.
+        """
+        self._must_be_idle()
+        self.add_request("session", token_ids, SamplingParams(max_tokens=1, temperature=0.0))
+        while self.has_work:
+            self.step()
+        session.save(Path(path), list(token_ids), self.identity, self.scheduler, self.pool.images())
+
+    def load_session(self, path: Path) -> list[int]:
+        """Put the keys and values of a saved conversation into the cache. Returns its tokens: a prompt that begins with them
+        finds them, but for less than a quarter of a page.
+
+        Raises InputError if requests are under way or the file cannot be read, ConfigError if another model wrote it,
+        CorruptFileError if it is damaged and CapacityError if the cache is too small. Then nothing of it can be found.
+        """
+        self._must_be_idle()
+        return session.load(Path(path), self.identity, self.scheduler, self.pool.images())
+
+    def _must_be_idle(self) -> None:
+        if self.has_work:
+            raise InputError("requests are under way. Save and load sessions once they have ended.")
+
+    def step_times(self, directory: Path, most: int | None = None) -> StepTimes:
+        """Seconds of this engine's steps by their rows, up to ``most``: by default those of requests that decode. The engine
+        must be idle."""
         config = self.scheduler.config
-        most = min(config.token_budget, config.max_running + config.draft_rows)
+        most = most or min(config.token_budget, config.max_running + config.draft_rows)
         predict = planned_step_s(directory, self.spec, self.settings)
         return StepTimes(predict or timed_step_s(self.scheduler, self.compute, most), most)
 
@@ -377,6 +441,11 @@ class EngineCore:
         counts.preemptions = scheduler.n_preemptions
         counts.draft_tokens, counts.accepted_draft_tokens = scheduler.n_drafted, scheduler.n_drafts_right
         counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
+        if self._disk is not None:
+            disk = self._disk.counts()
+            counts.disk_pages, counts.disk_hit_tokens, counts.disk_load_s = disk.pages, disk.hit_tokens, disk.load_s
+            counts.disk_pages_written, counts.disk_requests_dropped = disk.written, disk.dropped
+            counts.disk_pages_damaged, counts.disk_loads_refused = disk.damaged, disk.refused
         self.adapters.report(counts)
         if self._runner.experts is not None:
             counts.expert_load = self._runner.experts.ratio()
@@ -401,6 +470,8 @@ class EngineCore:
         flop = self._meter.flop(step.starts, step.counts, n_sampled)
         if self._drafter is not None:
             self._drafter.saw(step, seconds)
+        if self._disk is not None:
+            self._disk.saw(step, seconds)
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1
             counts.decode_s += seconds

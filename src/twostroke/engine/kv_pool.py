@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.tiers.images import PageImages
 from twostroke.planner.work.weights import kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class KVPool:
         """Keys and values of ``n_rows`` requests with equally many pages each, copied."""
         copied = self._paged[i].index_select(1, pages).view(2, self.n_kv_heads, n_rows, -1, self.head_dim)
         return copied[0], copied[1]
+
+    def images(self) -> PageImages:
+        """Pages as strings of bytes."""
+        runs = self.storage.view(torch.uint8).numpy()
+        return PageImages([runs.reshape(-1, self.n_pages, self.page_tokens * self.head_dim * self.storage.element_size())])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second, in every layer."""

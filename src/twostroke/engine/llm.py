@@ -131,6 +131,21 @@ class LLM:
         for name, adapter in (loras or {}).items():
             self.load_lora(name, adapter)
 
+    def close(self) -> None:
+        """Write what waits to be written to ``kv_dir``, if there is one, and let go of it. The end of the process does the
+        same."""
+        self.engine.close()
+
+    def save_session(self, path: str | Path, conversation: Prompt) -> None:
+        """Save the keys and values of ``conversation`` (a prompt and its answer, as text or as token ids) to a file, from which
+        ``load_session`` puts them into the cache of another process. Raises what ``EngineCore.save_session`` raises."""
+        self.engine.save_session(Path(path), self._ids(conversation))
+
+    def load_session(self, path: str | Path) -> list[int]:
+        """Tokens of a saved conversation, whose keys and values are in the cache from then on: prompts that begin with them
+        compute at most a quarter of a page of them again. Raises what ``EngineCore.load_session`` raises."""
+        return self.engine.load_session(Path(path))
+
     def load_lora(self, name: str, directory: str | Path) -> None:
         """Let prompts name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
         self.engine.load_adapter(name, directory)
@@ -197,7 +212,13 @@ class LLM:
         return [self._prepare(i, prompt, p, name) for i, (prompt, p, name) in enumerate(zip(batch, each, loras, strict=True))]
 
     def _prepare(self, index: int, prompt: Prompt, params: SamplingParams, lora: str | None) -> _Open:
-        text = prompt if isinstance(prompt, str) else None
+        text, ids = prompt if isinstance(prompt, str) else None, self._ids(prompt)
+        if self.tokenizer is None and params.stop:
+            raise DataError(f"{self.directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
+        answers = [_Answer(self._detokenizer(params, ids)) for _ in range(params.n)]
+        return _Open(index, text, ids, params, answers, time.perf_counter(), lora)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise DataError(
@@ -207,13 +228,8 @@ class LLM:
                 prompt.encode()
             except UnicodeEncodeError:
                 raise InputError("the prompt holds half of a surrogate pair, which is not a character.") from None
-            ids = list(self.tokenizer.encode(prompt).ids)
-        else:
-            ids = list(prompt)
-        if self.tokenizer is None and params.stop:
-            raise DataError(f"{self.directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
-        answers = [_Answer(self._detokenizer(params, ids)) for _ in range(params.n)]
-        return _Open(index, text, ids, params, answers, time.perf_counter(), lora)
+            return list(self.tokenizer.encode(prompt).ids)
+        return list(prompt)
 
     def _detokenizer(self, params: SamplingParams, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self.tokenizer is None:

@@ -52,7 +52,14 @@ class EngineStats:
     pages_cached: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    prefix_hit_tokens: int = 0  # found in memory or loaded
+    disk_hit_tokens: int = 0  # loaded from the disk tier, of preempted requests too
+    disk_load_s: float = 0.0
+    disk_loads_refused: int = 0  # admissions for which computing was predicted to be faster
+    disk_pages: int = 0  # held now
+    disk_pages_written: int = 0
+    disk_pages_damaged: int = 0
+    disk_requests_dropped: int = 0  # whose pages were not written, because too many waited
     output_tokens: int = 0
     draft_tokens: int = 0  # that steps checked
     accepted_draft_tokens: int = 0  # those of them that were right

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from io import FileIO
 from pathlib import Path
@@ -86,13 +86,20 @@ def cache_key(directory: Path, *choices: str) -> str | None:
     if loaded is None:
         return None
     try:
-        parts = [loaded.ts_sources().decode(), str(directory.resolve()), *choices]
-        for file in sorted(f for f in directory.iterdir() if f.suffix in (".safetensors", ".json")):
-            status = file.stat()
-            parts += [file.name, *map(str, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))]
+        files = sorted(f for f in directory.iterdir() if f.suffix in (".safetensors", ".json"))
+        parts = [loaded.ts_sources().decode(), str(directory.resolve()), *choices, *states_of_files(files)]
     except OSError:
         return None
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def states_of_files(files: Iterable[Path]) -> list[str]:
+    """What changes whenever one of ``files`` is written: names, inodes, sizes, times. Raises OSError."""
+    parts: list[str] = []
+    for file in files:
+        status = file.stat()
+        parts += [file.name, *map(str, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))]
+    return parts
 
 
 class PackedCache:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from twostroke.core.dtypes import TORCH_NAMES
+from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import CACHES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.kv_pool import all_finite, poison, token_bytes
 from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.tiers.images import PageImages
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -106,8 +108,19 @@ class TiledKVPool:
             values = values * self.value_scales[layer][:, slots, None]
         return keys, values
 
+    def images(self) -> PageImages:
+        """Pages as strings of bytes. Raises ConfigError if they are not whole tiles."""
+        if self.page_tokens % TILE:
+            raise ConfigError(f"page_tokens={self.page_tokens} must be a multiple of {TILE} for pages to leave memory.")
+        heads = self.keys.shape[0] * self.keys.shape[1]
+        held = [self.keys, self.values, *((self.key_scales, self.value_scales) if self.scaled else ())]
+        return PageImages([part.view(torch.uint8).numpy().reshape(heads, self.n_pages, -1) for part in held])
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second, in every layer."""
+        if self.page_tokens % TILE == 0:
+            self.images().copy(*zip(*pairs, strict=True))
+            return
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
         pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 
 ROOT = b""
 """Key of the empty prefix."""
@@ -29,12 +30,18 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+_COMPARED = 8
+"""Pages behind a prefix that are compared with what follows it in a prompt, the newest."""
+
+
 class PrefixTree:
-    """A radix tree with one page an edge, stored as a flat map: a key stands for the whole path from the root."""
+    """A radix tree with one page an edge, stored as a flat map: a key stands for the whole path from the root. A page may be
+    filled in part; then nothing follows it."""
 
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
-        self._entry_of: dict[int, tuple[bytes, list[int]]] = {}  # page → its key and its own tokens
+        self._entry_of: dict[int, tuple[bytes, list[int], bytes]] = {}  # page → its key, its own tokens, the key before it
+        self._behind: dict[bytes, dict[int, None]] = {}  # key → pages that follow it, the newest last
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -52,16 +59,43 @@ class PrefixTree:
             pages.append(page)
         return pages
 
-    def insert(self, key: bytes, tokens: list[int], page: int) -> bool:
-        """Record that ``page`` holds the prefix ``key``. Returns False if another page already does; that one stays."""
+    def held(self, key: bytes) -> tuple[int, list[int]] | None:
+        """The page of ``key`` and its own tokens, the same list for as long as the page stays. Any thread may ask."""
+        page = self._page_of.get(key)
+        entry = None if page is None else self._entry_of.get(page)
+        return None if page is None or entry is None or entry[0] != key else (page, entry[1])
+
+    def begun(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the newest pages behind the prefix ``parent`` the one that begins most like ``tokens``, and how many tokens it
+        shares with them; (−1, 0) if none does."""
+        best, most = -1, 0
+        for page in islice(reversed(self._behind.get(parent, {})), _COMPARED):
+            n = 0
+            for own, token in zip(self._entry_of[page][1], tokens, strict=False):
+                if own != token:
+                    break
+                n += 1
+            if n > most:
+                best, most = page, n
+        return best, most
+
+    def insert(self, key: bytes, tokens: list[int], page: int, parent: bytes) -> bool:
+        """Record that ``page`` holds the prefix ``key``, which extends ``parent`` by ``tokens``. Returns False if another page
+        already does; that one stays."""
         if key in self._page_of or page in self._entry_of:
             return False
         self._page_of[key] = page
-        self._entry_of[page] = (key, tokens)
+        self._entry_of[page] = (key, tokens, parent)
+        self._behind.setdefault(parent, {})[page] = None
         return True
 
     def remove(self, page: int) -> None:
         """Stop finding ``page``, because its content is about to be overwritten or is bad. Unknown pages are ignored."""
         entry = self._entry_of.pop(page, None)
         if entry is not None:
-            del self._page_of[entry[0]]
+            key, _, parent = entry
+            del self._page_of[key]
+            behind = self._behind[parent]
+            del behind[page]
+            if not behind:
+                del self._behind[parent]

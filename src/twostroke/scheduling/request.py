@@ -63,6 +63,7 @@ class Request:
         "pages",
         "params",
         "priority",
+        "restorable",
         "slot",
         "status",
         "stop_ids",
@@ -108,7 +109,8 @@ class Request:
         self.slot = -1  # row of per-request tables in the engine while it runs
         self.page_keys: list[bytes] = []  # chained hash of each full page of ``tokens``, computed once
         self.n_registered = 0  # leading pages that have been offered to the prefix tree
-        self.n_prefix_hit = 0  # tokens found in the prefix tree at the last admission
+        self.n_prefix_hit = 0  # tokens found in the prefix tree and below it at the last admission
+        self.restorable = 0  # leading pages that are to be had by loading further ones; 0 if none is to be loaded
         self.n_preemptions = 0
 
     @property

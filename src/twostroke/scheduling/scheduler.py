@@ -12,6 +12,7 @@ from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
+from twostroke.scheduling.lower_tier import LowerTier
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
@@ -19,6 +20,9 @@ from twostroke.scheduling.step import Propose, ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
+
+LEAST_BEGUN = 0.25
+"""Share of a page that a prompt must have in common with one for that page to be copied: fewer tokens are computed as fast."""
 
 
 class Adapters(Protocol):
@@ -52,18 +56,32 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
+
+    A prompt that parts from a known one within a page takes over what comes before, in a copy of that page. The page is held
+    until the step is over, so that nobody else writes to it before it is copied.
+
+    Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
+    slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool | None = None, adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool | None = None,
+        adapters: Adapters | None = None,
+        lower: LowerTier | None = None,
+    ) -> None:
         self.config = config
         self.adapters = adapters
+        self.lower = lower
         self.pool = pool or PagePool(config.n_pages)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
         self._accounts = Accounts()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests stay in it until their deadline
-        self._copied: list[Request] = []  # forks that were admitted in the current step and need a page copied
+        self._copied: list[Request] = []  # requests that were admitted in the current step and need a page copied
+        self._sources: list[int] = []  # cached pages that are copied in the current step, and must not be given away before
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
@@ -184,7 +202,7 @@ class Scheduler:
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
             if first is not None and (not under_way or queue_rank(first) < queue_rank(under_way[-1])):
-                if not (self._fork(first, copies) or self._admit(first)):
+                if not (self._fork(first, copies) or self._admit(first, copies)):
                     admitting = False
                     continue
                 self._waiting.remove(first)
@@ -194,6 +212,8 @@ class Scheduler:
                 request = under_way.pop()
             else:
                 break
+            if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
+                continue  # it loads further pages in the next step
             n = self._chunk(len(request.tokens) - request.n_computed, budget)
             if n == 0:
                 break  # it keeps its pages and its place
@@ -262,6 +282,7 @@ class Scheduler:
         if len(sampled) != len(step.requests):
             raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
         self._in_flight = None
+        self._release_sources()
         finished: list[Request] = []
         page_tokens, window, drafts = self.config.page_tokens, self.config.window, step.drafts
         running, ended = Status.RUNNING, False
@@ -272,6 +293,8 @@ class Scheduler:
                 continue
             if failed and request.id in failed:
                 self.pool.discard_content(request.pages)
+                if self.lower is not None:
+                    self.lower.forget(request.page_keys)
                 self._finish(request, "error")
                 finished.append(request)
                 ended = True
@@ -413,9 +436,11 @@ class Scheduler:
         if step is not self._in_flight:
             raise RuntimeError("abandon() must follow schedule() with the step it returned")
         self._in_flight = None
-        for fork in self._copied:  # its copy may be missing, and the original may change that page before the next step
-            if fork.status is Status.RUNNING:
-                self._preempt(fork)
+        for copied in self._copied:  # its copy may be missing, and another request may change that page before the next step
+            copied.n_computed = copied.n_registered * self.config.page_tokens
+            if copied.status is Status.RUNNING:
+                self._preempt(copied)
+        self._release_sources()
         self._unreported_growth = [r for r in step.grown if r.status is Status.RUNNING]
         for request in step.requests:
             if request.status is Status.FINISHED:
@@ -491,13 +516,18 @@ class Scheduler:
         (self._decoding if request in self._decoding else self._prefilling).remove(request)
         self._release(request)
         request.status = Status.WAITING
-        request.n_computed = 0
+        request.n_computed = request.restorable = 0
         request.n_preemptions += 1
         self.n_preemptions += 1
         self._waiting.add(request)
         self._queue_forks(request)
 
-    def _admit(self, request: Request) -> bool:
+    def _release_sources(self) -> None:
+        if self._sources:  # else a blocked request would look for pages again
+            self.pool.release(self._sources)
+            self._sources = []
+
+    def _admit(self, request: Request, copies: list[tuple[int, int]]) -> bool:
         """Give the first waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are
         free."""
         c, pool = self.config, self.pool
@@ -507,7 +537,8 @@ class Scheduler:
         n_needed = self._pages_for(self._tokens_to_hold(request))
         self._hash_full_pages(request)
         # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
-        # scores of its prompt computes each token that predicts one. Only whole pages are shared.
+        # scores of its prompt computes each token that predicts one. Only whole pages are shared, and one that begins alike is
+        # copied.
         scored = request.params.prompt_logprobs is not None
         n_unread = min(n_known, request.params.prompt_logprobs_start) if scored else n_known
         max_hits = (n_unread - 1) // c.page_tokens
@@ -520,10 +551,40 @@ class Scheduler:
         if not self._claim_adapter(request):
             return False
         pool.retain(hits)
+        n_lower = 0
+        if self.lower is not None and request.adapter is None and len(hits) < max_hits:
+            n_lower = self.lower.worth(request, len(hits), max_hits)
+        source, n_begun = -1, 0
+        if n_lower == 0 and c.prefix_cache and request.params.prompt_logprobs is None:
+            before = request.page_keys[len(hits) - 1] if hits else self._root_of(request)
+            start = len(hits) * c.page_tokens
+            source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
+            if n_begun < c.page_tokens * LEAST_BEGUN or (pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free):
+                n_begun = 0  # too few for a copy, or there is no room beside the page that would be copied
+        if n_begun:
+            pool.retain([source])
+            self._sources.append(source)
         fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
         assert fresh is not None  # counted above
-        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens)
+        if n_begun:
+            copies.append((source, fresh[0]))
+            self._copied.append(request)
+        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens + n_begun)
+        request.restorable = len(hits) + n_lower if n_lower else 0
         return True
+
+    def _restore(self, request: Request, lower: LowerTier, bounded: bool) -> bool:
+        """Load pages of ``request`` from the tier ``lower``. Returns whether no more of them is to be loaded."""
+        page_tokens = self.config.page_tokens
+        first, end = request.n_computed // page_tokens, request.restorable
+        n = lower.load(request, first, end, bounded)
+        request.n_computed = request.n_prefix_hit = (first + n) * page_tokens
+        self._register(request)
+        if request.n_preemptions == 0:
+            self.n_prefix_hit_tokens += n * page_tokens
+        if n == 0 or not bounded or first + n == end:
+            request.restorable = 0
+        return request.restorable == 0
 
     def _fork(self, request: Request, copies: list[tuple[int, int]]) -> bool:
         """Start ``request`` from the pages of its original. Returns False, and changes nothing, if that is not possible.
@@ -591,6 +652,14 @@ class Scheduler:
             request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
             request.n_dropped = first_seen
 
+    def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """The key of the empty prefix of requests of no named client and no adapter, and behind it those of the pages of
+        ``tokens``, of which the last may be filled in part."""
+        keys = [root_of("") if self.config.separate_prefixes else ROOT]
+        for i in range(0, len(tokens), self.config.page_tokens):
+            keys.append(chain_key(keys[-1], tokens[i : i + self.config.page_tokens]))
+        return keys
+
     def _hash_full_pages(self, request: Request) -> None:
         """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
@@ -607,12 +676,20 @@ class Scheduler:
 
     def _register(self, request: Request) -> None:
         """Offer the pages that this step filled to the prefix tree."""
-        page_tokens = self.config.page_tokens
+        page_tokens, keys = self.config.page_tokens, request.page_keys
         self._hash_full_pages(request)
-        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(request.page_keys))):
+        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(keys))):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
-            self.pool.tree.insert(request.page_keys[i], tokens, request.pages[i])
+            self.pool.tree.insert(keys[i], tokens, request.pages[i], keys[i - 1] if i else self._root_of(request))
         request.n_registered = request.n_computed // page_tokens
+
+    def _register_end(self, request: Request) -> None:
+        """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""
+        n, page_tokens = request.n_computed, self.config.page_tokens
+        if n % page_tokens and self.config.prefix_cache and request.finish_reason != "error":
+            tokens = request.tokens[n - n % page_tokens : n]
+            before = request.page_keys[n // page_tokens - 1] if n >= page_tokens else self._root_of(request)
+            self.pool.tree.insert(chain_key(before, tokens), tokens, request.pages[n // page_tokens], before)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_waiting = request.status is Status.WAITING
@@ -634,6 +711,9 @@ class Scheduler:
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
     def _release(self, request: Request) -> None:
+        if self.lower is not None and request.adapter is None and request.n_registered:
+            self.lower.keep(request.page_keys[: request.n_registered])
+        self._register_end(request)
         self.pool.release(request.pages[request.n_dropped :])
         self._slots.append(request.slot)
         if request.adapter is not None and self.adapters is not None:

@@ -26,6 +26,13 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     "adapter_hits": ("twostroke_adapter_hits", "Admitted requests whose adapter was in memory."),
     "adapter_evictions": ("twostroke_adapter_evictions", "Adapters that left memory to make room for others."),
     "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
+    "disk_hit_tokens": ("twostroke_disk_hit_tokens", "Tokens loaded from the disk tier, most of them prefix hits."),
+    "disk_load_s": ("twostroke_disk_load_seconds", "Time of loading them."),
+    "disk_loads_refused": ("twostroke_disk_loads_refused", "Admissions for which computing was predicted to be faster."),
+    "disk_pages": ("twostroke_disk_pages", "KV pages in the disk tier."),
+    "disk_pages_written": ("twostroke_disk_pages_written", "KV pages written to the disk tier since the engine started."),
+    "disk_pages_damaged": ("twostroke_disk_pages_damaged", "KV pages of the disk tier that were found damaged."),
+    "disk_requests_dropped": ("twostroke_disk_requests_dropped", "Requests whose pages were not written: too many waited."),
     **{
         f"{kind}_{field}": (f"twostroke_engine_{kind}_{name}", f"{meaning} {kind} steps since the engine started.")
         for kind in ("prefill", "mixed", "decode")
