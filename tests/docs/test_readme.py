@@ -1,8 +1,8 @@
 """The README's session is run as it stands, in order, in a folder of its own.
 
-`make test` measures this machine on small shapes instead of ``calibrate``'s minutes, stores that as `calibrate` stores its profile,
-and trains by a copy of the recipe with fewer steps and less text, since most of a minute went to scoring a megabyte of it; every
-other command is the README's. `make soak` runs all of them as they stand.
+`make test` measures this machine on small shapes instead of ``calibrate``'s minutes, stores that as `calibrate` stores its
+profile, and trains by a copy of the recipe with fewer steps and less text, since most of its time went to scoring a megabyte;
+every other command is the README's. `make soak` runs all of them as they stand.
 """
 
 from __future__ import annotations
