@@ -48,7 +48,7 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=None)
 def parse(formula: str) -> ast.expr:
     """The syntax tree of ``formula``. Raises ConfigError for text that is no formula."""
     text = formula
