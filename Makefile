@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Training seconds of the demo.
 BUDGET_S ?= 300
+# Processes of `make test`.
+TEST_PROCESSES ?= 2
 export TWOSTROKE_HOME ?= $(CURDIR)/runs/home
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install := $(PYTHON) install/environment.py "$(VENV)" --lock "$(LOCK)"
@@ -48,8 +50,12 @@ check: $(VENV)/.test $(VENV)/.native
 unit: $(VENV)/.test $(VENV)/.native
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(UNIT)
 
+# Files are shared out among processes of one thread each, in the order of their names: a file's tests share its fixtures.
+# Those that need all cores follow, in one process; only files that have such tests are read again.
 test: $(VENV)/.test $(VENV)/.native
-	$(BIN)/python -m pytest -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15 -m "not soak and not alone" \
+	    --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q --durations=5 -m "alone and not soak" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 soak: $(VENV)/.eval $(VENV)/.native
 	$(BIN)/python -m pytest -q -m soak --timeout=7200

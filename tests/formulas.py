@@ -6,7 +6,7 @@ import ast
 import math
 import unicodedata
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 from twostroke.core.errors import ConfigError
 
@@ -48,7 +48,7 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 
-@lru_cache(maxsize=1024)
+@cache
 def parse(formula: str) -> ast.expr:
     """The syntax tree of ``formula``. Raises ConfigError for text that is no formula."""
     text = formula

@@ -16,6 +16,7 @@ from twostroke.kernels.native_library import library
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "inference"
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(library() is None, reason="the native library was not built")
 def test_our_engine_is_measured_beside_its_own_limits(tmp_path: Path) -> None:
     model = saved("llama", tmp_path / "m", max_positions=8192)[1]

@@ -10,6 +10,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.engine.llm import LLM
 
 
+@pytest.mark.alone
 def test_both_models_take_rounds_over_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warm-up and three rounds of both, alternating in going first; a model a hundred times as large is the slower one."""
     llms = [LLM(make_model(tmp_path / size, size), dtype="fp32", n_threads=1) for size in ("tiny", "6M")]

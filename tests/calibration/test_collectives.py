@@ -37,6 +37,7 @@ def test_a_profile_with_collectives_gives_a_measured_link() -> None:
     assert hardware.devices_per_node == 2
 
 
+@pytest.mark.alone
 def test_two_processes_measure_their_link() -> None:
     """A loopback between two processes passes more than 10 MB/s and less than memory's 1 TB/s, on any machine."""
     found = measure_between_processes(2, "cpu")

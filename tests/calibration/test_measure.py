@@ -226,6 +226,7 @@ def test_a_class_ends_before_a_run_takes_too_long(monkeypatch: pytest.MonkeyPatc
     assert [p.m for p in points] == [1]
 
 
+@pytest.mark.alone
 def test_the_clock_takes_the_shortest_run() -> None:
     waits = iter([0.0, 0.02, 0.002, 0.02, 0.02, 0.02])
 

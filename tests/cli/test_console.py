@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.small_models import saved
 
+from small_models import saved
 from twostroke.cli import console
 from twostroke.cli.console import LINE_EVERY_S, progress
 from twostroke.interop.import_model import CheckedState

@@ -43,7 +43,7 @@ def test_each_phase_is_searched_apart(capsys: pytest.CaptureFixture[str], model:
     for word in ("h100-sxm", "l40s", "behind", "lost by", "candidates", "interconnect", "idle link", "assumed"):
         assert word in out
     assert max(len(line) for line in out.split("\n") if model not in line) <= 120
-    code, out, _ = run(capsys, model, *TWO, "--phase", "serve")
+    code, out, _ = run(capsys, model, *TWO, "--phase", "serve", "--no-simulation")
     assert code == 0
     assert "TRAINING" not in out
 
@@ -64,7 +64,7 @@ def test_json_has_every_device_with_counts_and_reasons(capsys: pytest.CaptureFix
 def test_spot_is_cheaper_than_on_demand(capsys: pytest.CaptureFixture[str], model: str) -> None:
     costs = []
     for terms in ("on-demand", "spot"):
-        _, out, _ = run(capsys, model, "--hardware", "h100", "--phase", "serve", "--terms", terms, "--json")
+        _, out, _ = run(capsys, model, "--hardware", "h100", "--phase", "serve", "--terms", terms, "--no-simulation", "--json")
         costs.append(json.loads(out)["searches"]["serve"]["winner"]["prediction"]["cost_per_mtok_usd"])
     assert costs[1] < costs[0]
 
@@ -74,7 +74,7 @@ def test_a_phase_that_finds_nothing_says_so_beside_the_other(capsys: pytest.Capt
     assert code == 0
     assert "run takes too long" in out.partition("SERVING")[0]
     assert "$/Mtok" in out
-    code, out, _ = run(capsys, model, *TWO, "--days", "2", "--json")
+    code, out, _ = run(capsys, model, *TWO, "--days", "2", "--no-simulation", "--json")
     assert code == 0
     found = json.loads(out)["searches"]
     assert found["train"]["winner"] is None

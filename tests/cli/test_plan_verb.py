@@ -251,10 +251,10 @@ def _cpu_s(*args: str) -> float:
 
 def test_plan_answers_in_0_4_seconds(recipe: str) -> None:
     """Where importing the libraries of the command line takes 0.1 s, as it does undisturbed; elsewhere in proportion: the
-    least of eight pairs, since a machine's speed changes from one second to the next."""
+    best of eight pairs, since a machine's speed changes from one second to the next."""
     plan = ("-m", "twostroke", "plan", "compare", recipe, "--hardware", "epyc")
     _cpu_s(*plan)  # it may write bytecode, as an installation does
-    assert min(_cpu_s(*plan) / _cpu_s("-c", "import typer, pydantic") for _ in range(8)) < 4
+    assert any(_cpu_s(*plan) < 4 * _cpu_s("-c", "import typer, pydantic") for _ in range(8))
 
 
 def test_planning_and_the_ledger_import_no_torch() -> None:

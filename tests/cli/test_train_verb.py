@@ -186,12 +186,25 @@ def _exact(directory: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"]) for r in lines]
 
 
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of ``STEPS`` that nothing stopped; its corpus and recipe are beside it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TWOSTROKE_HOME": str(folder / "home")}
+    command = _command(_write_recipe(folder, "whole", STEPS))
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    return folder / "whole"
+
+
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
-def test_stopped_by_a_signal_it_exits_75_and_resumes_to_the_same_end(tmp_path: Path, signals: list[signal.Signals]) -> None:
+def test_stopped_by_a_signal_it_exits_75_and_resumes_to_the_same_end(
+    tmp_path: Path, undisturbed: Path, signals: list[signal.Signals]
+) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    steps = 60
-    whole, stopped = _write_recipe(tmp_path, "whole", steps), _write_recipe(tmp_path, "stopped", steps)
-    subprocess.run(_command(whole), check=True, capture_output=True, env=environment)
+    stopped = _write_recipe(tmp_path, "stopped", STEPS)
     log = tmp_path / "stopped" / "log.jsonl"
     with subprocess.Popen(_command(stopped), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
         deadline = time.monotonic() + 120
@@ -203,8 +216,8 @@ def test_stopped_by_a_signal_it_exits_75_and_resumes_to_the_same_end(tmp_path: P
         out, err = child.communicate(timeout=60)
     assert child.returncode == Interrupted.exit_code, err
     assert "Continue with --resume" in json.loads(out)["error"]
-    assert 0 < len(_exact(tmp_path / "stopped")) < steps
+    assert 0 < len(_exact(tmp_path / "stopped")) < STEPS
     subprocess.run(_command(stopped, "--resume"), check=True, capture_output=True, env=environment)
-    assert _exact(tmp_path / "stopped") == _exact(tmp_path / "whole")
-    ends = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("stopped", "whole")]
+    assert _exact(tmp_path / "stopped") == _exact(undisturbed)
+    ends = [(directory / "model" / "model.safetensors").read_bytes() for directory in (tmp_path / "stopped", undisturbed)]
     assert ends[0] == ends[1]

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.machines import machine, small_llama
 
+from machines import machine, small_llama
 from twostroke.core.described import plain
 from twostroke.planner.choosing.comparison import compare, merge_measured
 from twostroke.planner.serving.shape import ServingShape

@@ -42,7 +42,7 @@ COMMANDS = [
     ("crossover", "CONFIG", "--requests-per-day", "1e6", "--tokens", "1e9", "--always-on", "--api", "gpt-4o"),
     ("crossover", "CONFIG", "--requests-per-day", "10", "--training-usd", "1e6", "--usd-per-request", "0.001", "--explain"),
     ("search", "CONFIG"),
-    ("search", "MIXTRAL", "--phase", "serve", "--slo-tpot-ms", "20", "--max-devices", "4"),
+    ("search", "MIXTRAL", "--phase", "serve", "--slo-tpot-ms", "20", "--max-devices", "4", "--no-simulation"),
 ]
 
 

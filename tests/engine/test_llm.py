@@ -217,6 +217,7 @@ def test_the_output_of_a_training_run_is_a_model(directory: Path, tmp_path: Path
     assert LLM(tmp_path, dtype="fp32", n_threads=1).generate("fox", GREEDY)[0].outputs == llm.generate("fox", GREEDY)[0].outputs
 
 
+@pytest.mark.alone
 def test_starting_costs_little_beyond_torch(directory: Path) -> None:
     """In a fresh process: everything but importing torch, with a first token, within a second (0.1 s on a quiet core)."""
     code = (

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.machines import machine, native, profile, small_llama
 
+from machines import machine, native, profile, small_llama
 from twostroke.core.profile import load_profile, read_fingerprint, save_profile
 from twostroke.core.rates import Correction, Corrections
 from twostroke.ledger.code_version import code_version

@@ -9,8 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.machines import machine, native, small_llama
 
+from machines import machine, native, small_llama
 from scripts import script
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import read_fingerprint

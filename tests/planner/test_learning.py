@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tests.machines import profile, small_llama
 
+from machines import profile, small_llama
 from twostroke.cli.main import main
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.paths import ledger_path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.machines import ideal_machine, machine, small_llama
 
+from machines import ideal_machine, machine, small_llama
 from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import MAX_PAGES
 from twostroke.planner.hardware.tables import ASSUMED_LAUNCH_S

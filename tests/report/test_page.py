@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.machines import machine, profile, small_llama
 
+from machines import machine, profile, small_llama
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.store import Ledger, Measurement, Run
 from twostroke.planner.serving.plan import plan_serving

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.machines import profile, small_llama
-from tests.report.browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
-from tests.report.test_page import QUANTILES, RECIPE
+from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
+from test_page import QUANTILES, RECIPE
 
+from machines import profile, small_llama
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.store import Ledger
 from twostroke.planner.choosing.comparison import compare

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
-from tests.report.test_run_reader import append, begin_run, line
+from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
+from test_run_reader import append, begin_run, line
 
 from twostroke.core.errors import InputError
 from twostroke.ledger.store import Ledger

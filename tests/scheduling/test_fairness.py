@@ -205,6 +205,7 @@ def test_the_first_that_waits_is_the_one_that_a_look_at_all_finds() -> None:
     assert len(queue._heap) < 400  # what is out of date leaves when it comes to the top
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("crowd", ["decodes", "a long prompt", "a thousand clients wait", "a long prompt waits for pages"])
 def test_a_decision_in_a_crowd_costs_at_most_100_microseconds(crowd: str) -> None:
     n = 255 if crowd == "a long prompt" else 256 if crowd == "decodes" else 200

@@ -305,6 +305,7 @@ def test_the_room_imports_no_torch_and_no_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.alone
 def test_a_decision_at_256_running_requests_costs_at_most_100_microseconds() -> None:
     s = make(token_budget=2048, max_running=256, page_tokens=16, n_pages=20_000, max_model_len=2048)
     for i in range(256):

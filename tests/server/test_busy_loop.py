@@ -132,6 +132,7 @@ def unbounded(echo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield served
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["text", "lists of ids"])
 def test_prompts_of_two_megabytes_do_not_hold_up_others(bounded: Served, unbounded: Served, kind: str) -> None:
     for served in (bounded, unbounded):
@@ -199,6 +200,7 @@ def test_twenty_prompts_of_two_megabytes_at_once(bounded: Served, unbounded: Ser
         assert alone_s <= 0.1 or (name == "unbounded" and kind in ("text", "chat")) or kind == "texts"
 
 
+@pytest.mark.alone
 def test_an_endless_template_holds_up_nobody_for_long_and_the_server_stops(echo_model: Path, tmp_path: Path) -> None:
     model = model_with(echo_model, tmp_path / "model", ENDLESS)
     with echo_server(model, tmp_path) as served, httpx.Client(base_url=served.url, timeout=60, trust_env=False) as web:

@@ -120,6 +120,30 @@ def test_a_stopped_process_is_noticed_within_ten_seconds_and_replaced() -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_is_ready_at_once_gets_its_adapters(tmp_path: Path) -> None:
+    """It is before the task that connected to it goes on."""
+
+    async def scenario() -> None:
+        client = EngineClient(lambda: launch_engine(ECHO), adapters={"a": str(tmp_path)})
+        connect = client._connect
+
+        async def late(child: Any) -> Any:
+            channel = await connect(child)
+            await asyncio.sleep(1.0)
+            return channel
+
+        client._connect = late  # type: ignore[method-assign]
+        task = asyncio.create_task(client.run())
+        try:
+            async with asyncio.timeout(10):
+                await client.wait_loaded()
+        finally:
+            client.close()
+            await task
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_is_silent_while_it_loads_is_waited_for() -> None:
     """A first engine that was given up would end the server with an error."""
 

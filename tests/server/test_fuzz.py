@@ -70,6 +70,7 @@ def fuzz(served: Served, n: int, seed: int) -> dict[int, int]:
     return counts
 
 
+@pytest.mark.alone
 def test_nonsense_is_answered_and_survived(echo: Served) -> None:
     counts = fuzz(echo, 400, seed=1)
     assert min(counts.get(200, 0), counts.get(400, 0)) > 40, "both kinds are exercised"

@@ -39,6 +39,7 @@ def test_texts_of_any_length_give_the_librarys_tokens(model_text: ModelText, len
     assert asyncio.run(model_text.encode(texts, "prompt", special=True)) == expected
 
 
+@pytest.mark.alone
 def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(model_text: ModelText) -> None:
     async def scenario() -> tuple[float, float]:
         encoding = asyncio.ensure_future(model_text.encode(["the quick brown fox " * 90_000], "prompt", special=True))

@@ -31,6 +31,7 @@ def test_the_same_recipe_gives_the_same_weights(make_recipe, dtype: str, optimiz
     assert other["weights_sha256"] != first["weights_sha256"]
 
 
+@pytest.mark.alone
 def test_another_process_gives_the_same_weights_with_two_threads(make_recipe, tmp_path: Path) -> None:
     code = (
         "import json, sys, torch\n"

@@ -206,6 +206,7 @@ def test_the_prediction_is_frozen_before_and_measured_after(make_recipe, profile
     assert result.summary["measurement"] | {"not_measured": reasons} == measured
 
 
+@pytest.mark.alone
 def test_measured_numbers_are_what_they_say(make_recipe, profile: MachineProfile) -> None:
     recipe = make_recipe(steps=6, dtype="bf16", optimizer="adamw", grad_accumulation=2)
     run = start(recipe)

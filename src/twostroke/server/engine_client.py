@@ -286,7 +286,6 @@ class EngineClient:
         channel = await self._connect(child)
         if channel is None:
             return self._exit_reason(child)
-        self._channel = channel
         self._last_beat = time.monotonic()
         while True:
             before = time.monotonic()
@@ -309,9 +308,15 @@ class EngineClient:
     async def _connect(self, child: EngineChild) -> _Channel | None:
         """A channel as soon as the child listens; None if it ends first, or the server is closing."""
         loop = asyncio.get_running_loop()
+
+        def made() -> _Channel:
+            # Now: an engine may be ready before this task goes on, and is sent its adapters then.
+            self._channel = _Channel(self._on_event)
+            return self._channel
+
         while child.process.poll() is None and not self._closing.is_set():
             try:
-                _, channel = await loop.create_unix_connection(lambda: _Channel(self._on_event), str(child.socket_path))
+                _, channel = await loop.create_unix_connection(made, str(child.socket_path))
                 child.hide_socket()
                 return channel
             except (FileNotFoundError, ConnectionRefusedError):
