@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core import engines
-from twostroke.core.described import As
+from twostroke.core.described import As, LeftOut
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.matrices import block_kinds
 from twostroke.core.named import letter, named, within
@@ -41,7 +41,7 @@ class ServingMemory:
     kv_cache: Annotated[float, "bytes", "of whole pages"]
     activations: Annotated[float, "bytes", "of the longest prefill"]
     logits: Annotated[float, "bytes", "of a step of the batch, fp32"]
-    adapters: Annotated[float, "bytes", "of adapters, where any are served"]
+    adapters: Annotated[float, "bytes", "of adapters that are served beside the model", LeftOut]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
     peak: Annotated[float, "bytes", "of all terms"]
 
