@@ -78,9 +78,9 @@ def generate(
     if temperature is None:
         temperature = 0.8 if beams is None else 0.0
     params = SamplingParams(
-        use_beam_search=beams is not None, best_of=beams, length_penalty=length_penalty, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        frequency_penalty=frequency_penalty, use_beam_search=beams is not None, best_of=beams, length_penalty=length_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     adapters = adapters_of(lora)
@@ -128,6 +128,7 @@ def generate(
                 "text": answer.text,
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason,
+                **({} if answer.cumulative_logprob is None else {"cumulative_logprob": answer.cumulative_logprob}),
                 "prompt_tokens": output.metrics.prompt_tokens,
                 "ttft_s": output.metrics.ttft_s,
                 "e2e_s": output.metrics.e2e_s,
