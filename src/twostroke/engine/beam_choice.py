@@ -68,7 +68,7 @@ class BeamChooser:
             n_rows += 1 + len(step.drafts.get(place, ()))
         found: list[tuple[Request, BeamSearch | None]] = []
         for beams in searching:
-            if beams.live[0] in row_of:  # then all of them are
+            if beams.live[0] in row_of and not beams.folded:  # then all of them are
                 rows = [row_of[request] for request in beams.live]
                 largest = logits[rows].amax(dim=1) if known is None else known[0][rows]
                 finite = all(map(math.isfinite, largest.tolist()))

@@ -114,26 +114,52 @@ def _descending(entry: tuple[float, Any] | tuple[float, int, int]) -> float:
 class Beams:
     """The sequences of the request ``root`` in the scheduler: ``live`` has one for each of the search's live beams, in their
     order, each a request of its own with the tokens, pages and slot of its sequence. The ``idle`` ones wait for a sequence.
-    ``slots`` are kept for those that are not made yet. Only ``root`` is known by its id, waits, and has a deadline."""
+    ``slots`` are kept for those that are not made yet. Only ``root`` is known by its id, waits, and has a deadline.
 
-    __slots__ = ("first", "idle", "live", "root", "search", "slots", "width")
+    ``folded``: the search was preempted, and ``root`` stands for all sequences, with the tokens that they begin with.
+    ``catching_up``: these are computed, and each sequence computes its others, but for the last one."""
+
+    __slots__ = ("catching_up", "folded", "idle", "live", "root", "search", "slots", "width")
 
     def __init__(self, root: Request, params: SamplingParams) -> None:
         self.root = root
         self.width = params.beam_width
         self.slots: list[int] = []
-        self.first = BeamSearch(self.width, params.length_penalty, params.early_stopping, params.max_tokens)
-        self.start_over()
+        self.search = BeamSearch(self.width, params.length_penalty, params.early_stopping, params.max_tokens)
+        self.live: list[Request] = [root]
+        self.idle: list[Request] = []
+        self.folded = self.catching_up = False
 
     def limit(self, max_tokens: int) -> None:
         """At most ``max_tokens`` tokens an answer."""
-        self.first = self.search = replace(self.first, max_tokens=max_tokens)
+        self.search = replace(self.search, max_tokens=max_tokens)
 
-    def start_over(self) -> None:
-        """Forget all sequences."""
-        self.live: list[Request] = [self.root]
-        self.idle: list[Request] = []
-        self.search = self.first
+    def fold(self) -> None:
+        """Leave the root alone, with the tokens that all sequences begin with, at most all but the last."""
+        root, paths = self.root, self._tokens()
+        n_common = 0
+        while n_common < len(paths[0]) - 1 and len({path[n_common] for path in paths}) == 1:
+            n_common += 1
+        root.tokens = root.tokens[: root.n_prompt] + paths[0][:n_common]
+        self.live, self.idle = [root], []
+        self.folded, self.catching_up = bool(paths[0]), False
+
+    def _tokens(self) -> list[list[int]]:
+        return [[each.token for each in beam.path()] for beam in self.search.live]
+
+    def unfold(self, others: Sequence[Request]) -> None:
+        """Give ``root`` and ``others`` the tokens of the sequences."""
+        root = self.root
+        prompt = root.tokens[: root.n_prompt]
+        self.live = [root, *others]
+        for request, path in zip(self.live, self._tokens(), strict=True):
+            request.tokens = prompt + path
+        self.folded, self.catching_up = False, True
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether each sequence lacks one token."""
+        return all(len(request.tokens) - request.n_computed == 1 for request in self.live)
 
     @property
     def members(self) -> list[Request]:

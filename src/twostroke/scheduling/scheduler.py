@@ -53,8 +53,8 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
 
     The sequences of a beam search (``beams.Beams``) decode together, and ``go_on`` makes those that were chosen follow. They
-    share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all are,
-    and the search starts over from the prompt: it finds the same sequences.
+    share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all are.
+    Then what they have in common is computed once, they share its pages again, and decode once each has caught up.
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
     """
@@ -183,7 +183,7 @@ class Scheduler:
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
             if request.status is Status.RUNNING:  # an earlier request of this loop may have preempted it
                 self._allocate_one_page(request, grown, preempted)
-        parted = self._part_pages(grown, preempted) if self.searching else []
+        parted = self._part_pages(grown, preempted) if self.searching else []  # and pages for those that catch up
         admitting = not preempted  # pages just ran out, and a newly admitted request would cause the next preemption
         if admitting and self._waiting:
             self._preempt_for_priority(preempted)
@@ -194,6 +194,8 @@ class Scheduler:
         scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
         under_way = sorted(self._prefilling, key=queue_rank) if len(self._prefilling) > 1 else self._prefilling.copy()
+        if self.searching:
+            under_way = [r for r in under_way if self._due(r) > 0]
         under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
@@ -208,7 +210,7 @@ class Scheduler:
                 request = under_way.pop()
             else:
                 break
-            n = self._chunk(len(request.tokens) - request.n_computed, budget)
+            n = self._chunk(self._due(request), budget)
             if n == 0:
                 break  # it keeps its pages and its place
             if request.params.prompt_logprobs is not None:
@@ -309,7 +311,11 @@ class Scheduler:
             if request.forks and n_computed >= request.n_prompt:
                 self._queue_forks(request)
             if token is None:
-                if n_computed == len(request.tokens) and request.beams is None:  # those of a search go on in ``go_on``
+                if n_computed == len(request.tokens):
+                    if request.beams is not None:  # its sequences go on in ``go_on``
+                        if request.beams.folded:
+                            self._unfold(request.beams)
+                        continue
                     raise ValueError(f"the step computed the last token of request {request.id!r}, and its sample is None")
                 continue
             tokens = request.tokens
@@ -325,7 +331,7 @@ class Scheduler:
         for i in drafts:
             if step.requests[i].status is running:
                 self._roll_back(step.requests[i])
-        if step.n_decodes < len(step.requests):
+        if step.n_decodes < len(step.requests) or self.searching:
             self._move_to_decoding()
         if ended:
             self._decoding = [r for r in self._decoding if r.status is running]
@@ -442,8 +448,11 @@ class Scheduler:
 
     def _move_to_decoding(self) -> None:
         """Move requests that lack exactly one token to ``_decoding``, which goes first in every step whatever its rank."""
-        self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
-        self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
+        for beams in self.searching:
+            if beams.catching_up and beams.caught_up:
+                beams.catching_up = False
+        self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1 and not _catches_up(r)]
+        self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1 or _catches_up(r)]
 
     # -- what other engines decide otherwise (planner.serving.policies)
 
@@ -527,7 +536,7 @@ class Scheduler:
         """One more sequence of the search, with no tokens yet."""
         root = beams.root
         name = f"{root.id}\x1f{len(beams.slots)}"
-        made = Request(name, (), root.params, root.priority, (), root.client, None, root, root.adapter)
+        made = Request(name, (), root.params.of_fork(1), root.priority, (), root.client, None, root, root.adapter)
         made.beams, made.account, made.arrival, made.status = beams, root.account, root.arrival, Status.RUNNING
         made.n_prompt, made.limit, made.min_length, made.stop_ids = root.n_prompt, root.limit, root.min_length, root.stop_ids
         made.slot = beams.slots.pop()
@@ -547,6 +556,8 @@ class Scheduler:
         parted = []
         for beams in self.searching.copy():
             for request in beams.live if len(beams.live) > 1 else ():
+                while beams.catching_up and request.capacity < len(request.tokens) and request.status is Status.RUNNING:
+                    self._allocate_one_page(request, grown, preempted)
                 at = request.n_computed // self.config.page_tokens
                 if request.status is not Status.RUNNING:
                     break  # the search was preempted
@@ -562,15 +573,28 @@ class Scheduler:
                     grown.append(request)
         return parted
 
-    def _start_over(self, beams: Beams) -> None:
-        """Preempt all sequences of a search: its root waits again with nothing but the prompt."""
-        root = beams.root
+    def _fold(self, beams: Beams) -> None:
+        """Preempt all sequences of a search: its root waits for them."""
         self._retire(beams, Status.WAITING)
-        beams.start_over()
-        del root.tokens[root.n_prompt :]
+        beams.fold()
+        root = beams.root
         del root.page_keys[root.n_prompt // self.config.page_tokens :]
         root.n_computed = 0
         root.adjuster = None
+
+    def _unfold(self, beams: Beams) -> None:
+        """Let the sequences of a search that was preempted share what their root has computed, and catch up."""
+        root = beams.root
+        others = [self._another(beams) for _ in beams.search.live[1:]]
+        for request in others:
+            self._inherit(request, root)
+        beams.unfold(others)
+        self._decoding = [r for r in self._decoding if r is not root]
+        self._prefilling = [r for r in self._prefilling if r is not root] + beams.live
+
+    def _due(self, request: Request) -> int:
+        """Tokens that may be computed now: a sequence that catches up leaves its last one to a step with the others."""
+        return len(request.tokens) - request.n_computed - _catches_up(request)
 
     def _end_beams(self, beams: Beams, reason: FinishReason) -> None:
         root = beams.root
@@ -637,7 +661,7 @@ class Scheduler:
         if request.beams is not None:
             request = request.beams.root
             assert request.beams is not None
-            self._start_over(request.beams)
+            self._fold(request.beams)
         else:
             (self._decoding if request in self._decoding else self._prefilling).remove(request)
             self._release(request)
@@ -804,6 +828,10 @@ class Scheduler:
         request.n_dropped = 0
         request.capacity = 0
         request.n_registered = 0
+
+
+def _catches_up(request: Request) -> bool:
+    return request.beams is not None and request.beams.catching_up
 
 
 def _slots_of(request: Request) -> int:
