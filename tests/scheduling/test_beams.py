@@ -101,7 +101,7 @@ class BeamMachine(RuleBasedStateMachine):
 
     @initialize(
         page_tokens=st.sampled_from((1, 2, 4)),
-        n_pages=st.integers(10, 40),
+        n_pages=st.integers(8, 24),
         max_running=st.sampled_from((4, 6, 9)),
         spare=st.sampled_from((0, 5, 40)),
         window=st.sampled_from((None, None, 3, 8)),
@@ -116,19 +116,21 @@ class BeamMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.scheduler.requests) < 6)
     @rule(
-        n_prompt=st.integers(1, 14), max_tokens=st.sampled_from((1, 4, 9, 16)), width=st.sampled_from((0, 0, 1, 2, 3, 4)),
+        n_prompt=st.integers(1, 14), max_tokens=st.sampled_from((1, 9, 16, 24)), width=st.sampled_from((0, 0, 1, 2, 3, 4)),
         priority=st.integers(0, 1), client=st.sampled_from("ab"), deadline=st.sampled_from((None, None, 5.0)),
     )  # fmt: skip
     def add(self, n_prompt: int, max_tokens: int, width: int, priority: int, client: str, deadline: float | None) -> None:
         params = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, use_beam_search=width > 0, best_of=max(1, width), early_stopping="never"
         )
-        request = Request(f"r{self.n_added}", [1, 2, 1, 1] * n_prompt, params, priority, (END,), client, deadline)
+        request = Request(f"r{self.n_added}", ([1, 2, 1, 1] * 4)[:n_prompt], params, priority, (END,), client, deadline)
         self.n_added += 1
         try:
             self.scheduler.add(request)
         except CapacityError:
-            assert self.config.n_pages < (max(1, width) + 1) * -(-40 // self.config.page_tokens) or n_prompt >= 10
+            n_shared = n_prompt // self.config.page_tokens
+            n_own = -(-(min(n_prompt + max_tokens, 40) - 1) // self.config.page_tokens) - n_shared
+            assert n_shared + max(1, width) * n_own > self.config.n_pages or width > self.config.max_running
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data())

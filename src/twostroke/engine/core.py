@@ -301,7 +301,8 @@ class EngineCore:
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
             logits, failed = self._logits(step, places)
-            seeds = [self._answers[r.id].seed for r in rows]
+            # A search draws nothing, and its sequences are no answers yet.
+            seeds = [self._answers[r.id].seed if r.beams is None else 0 for r in rows]
             known = self._runner.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
             chosen = self._beams.choose(searching, step, places, logits, known, n_threads) if searching else []
             taken = verify(logits, step, places, seeds, known, n_threads)
