@@ -87,7 +87,9 @@ def test_a_greedy_completion_is_the_decoders_own(server: Server) -> None:
 
 
 def test_beams_are_those_of_the_engine(server: Server) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=12, use_beam_search=True, n=2, best_of=4, length_penalty=0.5, logprobs=1)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, use_beam_search=True, n=2, best_of=4, length_penalty=0.5, logprobs=1
+    )
     (expected,) = LLM(server.model, dtype="fp32").generate(PROMPT, params)
     with server.client() as client:
         answer = client.completions.create(

@@ -42,11 +42,14 @@ class BeamChooser:
         """Raises InputError or DataError if the model cannot search so."""
         if params.beam_width > self._spec.vocab_size:
             raise InputError(
-                f"{params.beam_width} beams are more than the vocabulary's {self._spec.vocab_size} tokens. Use fewer.", field="n"
+                f"{params.beam_width} beams are more than the vocabulary's {self._spec.vocab_size} tokens. Use fewer.",
+                field="n",
             )
         if params.stop and self._tokenizer is None:
             if not (self._directory / "tokenizer.json").is_file():
-                raise DataError(f"{self._directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids.")
+                raise DataError(
+                    f"{self._directory} has no tokenizer.json, so stop strings cannot be found. Use stop_token_ids."
+                )
             self._tokenizer = load_tokenizer(self._directory)
 
     def choose(

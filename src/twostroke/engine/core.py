@@ -487,9 +487,7 @@ def _sequences(root: Request) -> Sequence[Request]:
     return () if root.beams is None else root.beams.live
 
 
-def _without_beams(
-    places: Sequence[int], rows: Sequence[Request], taken: Taken
-) -> tuple[list[int], list[Request], Taken]:
+def _without_beams(places: Sequence[int], rows: Sequence[Request], taken: Taken) -> tuple[list[int], list[Request], Taken]:
     """The same without the sequences of searches, whose tokens are chosen otherwise."""
     kept = [k for k, request in enumerate(rows) if request.beams is None]
     new = Taken([taken.tokens[k] for k in kept], [taken.logprobs[k] for k in kept])

@@ -107,9 +107,7 @@ class _Open:
         for i, answer in enumerate(self.answers):
             assert answer.finish_reason is not None
             logprobs = answer.logprobs if self.params.logprobs is not None else None
-            made = CompletionOutput(
-                i, answer.text, answer.token_ids, logprobs, answer.finish_reason, answer.cumulative_logprob
-            )
+            made = CompletionOutput(i, answer.text, answer.token_ids, logprobs, answer.finish_reason, answer.cumulative_logprob)
             completions.append(made)
         n_output = sum(len(answer.token_ids) for answer in self.answers)
         metrics = RequestMetrics((self.first or now) - self.began, now - self.began, len(self.prompt_ids), n_output)
