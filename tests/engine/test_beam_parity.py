@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Answer:
     def assert_same(self, found: CompletionOutput, penalty: float) -> None:
         assert found.token_ids == self.tokens
         assert found.cumulative_logprob is not None
-        assert found.cumulative_logprob / len(self.tokens) ** penalty == pytest.approx(self.score, abs=2e-4)
+        assert found.cumulative_logprob == pytest.approx(self.score * len(self.tokens) ** penalty, abs=2e-4)
 
 
 def ours(search: dict[str, Any]) -> SamplingParams:
@@ -44,8 +45,7 @@ def ours(search: dict[str, Any]) -> SamplingParams:
     )  # fmt: skip
 
 
-def theirs(model: Any, prompt: list[int], search: dict[str, Any]) -> list[Answer]:
-    ends = (1, *STOPS)
+def theirs(model: Any, prompt: list[int], search: dict[str, Any], ends: Collection[int]) -> list[Answer]:
     with torch.inference_mode():
         made = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=MAX_TOKENS,
@@ -70,7 +70,7 @@ def test_beams_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     found = llm.generate([prompt for prompt, _ in asked], [ours(search) for _, search in asked])
     lengths = set()
     for output, (prompt, search) in zip(found, asked, strict=True):
-        expected = theirs(model, prompt, search)
+        expected = theirs(model, prompt, search, {*llm.engine.spec.eos_token_ids, *STOPS})
         assert len(output.outputs) == len(expected)
         for answer, wanted in zip(output.outputs, expected, strict=True):
             wanted.assert_same(answer, search.get("length_penalty", 1.0))

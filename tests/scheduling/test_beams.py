@@ -100,9 +100,9 @@ class BeamMachine(RuleBasedStateMachine):
     n_forks = n_copies = n_preemptions = n_done = 0
 
     @initialize(
-        page_tokens=st.sampled_from((1, 2, 4)),
-        n_pages=st.integers(8, 24),
-        max_running=st.sampled_from((4, 6, 9)),
+        page_tokens=st.sampled_from((2, 3, 4)),
+        n_pages=st.integers(14, 30),
+        max_running=st.sampled_from((4, 8, 12)),
         spare=st.sampled_from((0, 5, 40)),
         window=st.sampled_from((None, None, 3, 8)),
     )
@@ -114,10 +114,10 @@ class BeamMachine(RuleBasedStateMachine):
         self.step: ScheduledStep | None = None
         self.n_added = 0
 
-    @precondition(lambda self: len(self.scheduler.requests) < 6)
+    @precondition(lambda self: len(self.scheduler.requests) < 8)
     @rule(
-        n_prompt=st.integers(1, 14), max_tokens=st.sampled_from((1, 9, 16, 24)), width=st.sampled_from((0, 0, 1, 2, 3, 4)),
-        priority=st.integers(0, 1), client=st.sampled_from("ab"), deadline=st.sampled_from((None, None, 5.0)),
+        n_prompt=st.integers(1, 14), max_tokens=st.sampled_from((1, 9, 16, 24)), width=st.sampled_from((0, 1, 2, 3, 4)),
+        priority=st.integers(0, 1), client=st.sampled_from("ab"), deadline=st.sampled_from((None, None, None, 5.0)),
     )  # fmt: skip
     def add(self, n_prompt: int, max_tokens: int, width: int, priority: int, client: str, deadline: float | None) -> None:
         params = SamplingParams(
@@ -142,7 +142,7 @@ class BeamMachine(RuleBasedStateMachine):
         self.scheduler.expire(10.0)
 
     @precondition(lambda self: self.step is None)
-    @rule(n=st.integers(1, 6), seed=st.integers(0, 999))
+    @rule(n=st.integers(1, 12), seed=st.integers(0, 999))
     def run_steps(self, n: int, seed: int) -> None:
         for i in range(n):
             self._schedule()
@@ -203,7 +203,7 @@ class BeamMachine(RuleBasedStateMachine):
         step, self.step = self.step, None
         assert step is not None
         samples = [i for i in range(len(step.requests)) if step.samples(i)]
-        tokens = [random.choice((END, 1, 2)) if i in samples else None for i in range(len(step.requests))]
+        tokens = [random.choice((END, 1, 2, 1, 2, 1, 2)) if i in samples else None for i in range(len(step.requests))]
         roots = {}
         for i in samples:
             beams = step.requests[i].beams
@@ -223,7 +223,7 @@ class BeamMachine(RuleBasedStateMachine):
                 for _ in beams.live:
                     row = [(token, math.log(random.random() + 1e-9)) for token in range(6)]
                     rows.append(sorted(row, key=lambda pair: -pair[1]))
-                search = beams.search.advance(rows, lambda beam: beam.token == END and random.random() < 0.5)
+                search = beams.search.advance(rows, lambda beam: beam.token == END and random.random() < 0.1)
                 BeamMachine.n_forks += len(search.live) - len({beam.place for beam in search.live})
                 self.scheduler.go_on(root, search)
                 BeamMachine.n_done += search.done
@@ -292,9 +292,9 @@ def test_a_search_that_can_never_run_is_refused() -> None:
     scheduler = Scheduler(SchedulerConfig(64, 3, 4, 64, 64))
     with pytest.raises(CapacityError, match="a search of 4 beams needs as many running requests, and max_running=3"):
         scheduler.add(Request("a", [1], SamplingParams(temperature=0.0, use_beam_search=True, best_of=4)))
-    small = Scheduler(SchedulerConfig(64, 4, 4, 8, 32))
+    small = Scheduler(SchedulerConfig(64, 4, 4, 10, 32))
     params = SamplingParams(temperature=0.0, max_tokens=16, use_beam_search=True, best_of=2)
-    small.add(Request("a", [1] * 8, params))  # 2 pages of the prompt, and 2 × 4 − 2 further ones
+    small.add(Request("a", [1] * 8, params))  # 2 pages of the prompt, and 4 more for each beam
     with pytest.raises(CapacityError, match="KV-cache pages"):
         small.add(Request("b", [1] * 8, SamplingParams(temperature=0.0, max_tokens=16, use_beam_search=True, best_of=3)))
 

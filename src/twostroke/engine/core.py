@@ -48,7 +48,6 @@ from twostroke.model.load import load_state
 from twostroke.model.published.registry import directory_holding
 from twostroke.planner.work.weights import weights_bytes
 from twostroke.quantization.load import load_any_state
-from twostroke.scheduling.beams import BeamSearch
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -285,9 +284,9 @@ class EngineCore:
             if request.beams is None:
                 events.append(self._event(request.id, [], finish_reason="timeout"))
                 self._remember(request)
+                self._forget(request.id)
             else:
                 events += self._found(request, "timeout")
-            self._forget(request.id)
         if not self.scheduler.has_work:
             return events
         began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Beam search: the most probable sequences of a request grow together, and after each step the best continuations go on.
 
-``BeamSearch`` chooses, ``Beams`` is the request's state in the scheduler. The rules are those of transformers' ``generate`` with
-``num_beams`` (version 5.23): which sequences go on, which count as ended, and when the search stops.
+``BeamSearch`` chooses, ``Beams`` is the request's state in the scheduler. The rules are those of transformers' ``generate``
+with ``num_beams`` (version 5.23): which sequences go on, which count as ended, and when the search stops.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class BeamSearch:
     that have ended, with their sum of log-probabilities ÷ length ** ``length_penalty``, best first; the length counts the
     answer's tokens with the one that ended it.
 
-    ``early_stopping`` says when the search is ``done`` beside reaching ``max_tokens``. True: as soon as ``width`` sequences have
-    ended. False: also not before the best live sequence, divided by its present length, is no better than the worst that has
-    ended. "never": the same, divided by the longest possible length where longer sequences score higher.
+    ``early_stopping`` says when the search is ``done`` before it reaches ``max_tokens``. True: as soon as ``width`` sequences
+    have ended. False: once the best live sequence, ranked by its present length, is also no better than the worst of these.
+    "never": the same, but ranked by the longest possible length where that ranks higher.
     """
 
     width: int

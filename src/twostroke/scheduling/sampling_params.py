@@ -54,8 +54,8 @@ class SamplingParams:
 
     ``use_beam_search`` finds the ``n`` best of ``best_of`` (default: ``n``) sequences that are searched together, by the rules
     of transformers' ``num_beams``. It draws nothing, so ``temperature`` must be 0. A sequence ranks by its sum of
-    log-probabilities, after biases and penalties, ÷ length ** ``length_penalty``; ``early_stopping`` (True, False, "never") says
-    when the search ends (``BeamSearch``).
+    log-probabilities, after biases and penalties, ÷ length ** ``length_penalty``; ``early_stopping`` (True, False, "never")
+    says when the search ends (``BeamSearch``).
 
     A request ends with ``"stop"`` at an end-of-sequence token of the model (unless ``ignore_eos``), at one of
     ``stop_token_ids``, or when its text contains one of ``stop`` (never before ``min_tokens`` tokens), and with ``"length"``

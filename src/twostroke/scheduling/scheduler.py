@@ -53,8 +53,8 @@ class Scheduler:
     write to. Of its prompt only the last token is computed again.
 
     The sequences of a beam search (``beams.Beams``) decode together, and ``go_on`` makes those that were chosen follow. They
-    share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all are.
-    Then what they have in common is computed once, they share its pages again, and decode once each has caught up.
+    share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all
+    are. Then what they have in common is computed once, they share its pages again, and decode once each has caught up.
 
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
     """
@@ -271,8 +271,9 @@ class Scheduler:
         """Record that ``step`` was computed. Returns the requests that finished.
 
         ``sampled`` has one entry for each of ``step.requests``: its new token, or None if the step did not reach the end of the
-        request's tokens or the request searches (``go_on``). Of a request with drafts it has the drafts that were right and the token behind them. Ids in
-        ``failed`` end with ``"error"``, and the prefix tree never offers the pages that they computed.
+        request's tokens or the request searches (``go_on``). Of a request with drafts it has the drafts that were right and the
+        token behind them. Ids in ``failed`` end with ``"error"`` (searches by ``fail``), and the prefix tree never offers the
+        pages that they computed.
         """
         if step is not self._in_flight:
             raise RuntimeError("update() must follow schedule() with the step it returned")

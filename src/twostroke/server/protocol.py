@@ -177,7 +177,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists.
 
     ``echo`` puts the prompt before each answer, and with ``logprobs`` the log-probabilities of its tokens too; the first is
-    null. With ``echo``, ``max_tokens`` may be 0, which scores the prompt alone. ``best_of`` must equal ``n``, except in a beam search, whose beams it counts."""
+    null. With ``echo``, ``max_tokens`` may be 0, which scores the prompt alone.
+    ``best_of`` must equal ``n``, except in a beam search, whose beams it counts."""
 
     prompt: str | list[Any]  # a list is one that `_prompt_list` accepts
     logprobs: Logprobs | None = None
