@@ -65,8 +65,8 @@ def summary(results: dict[str, Any]) -> str:
         f"{results['machine']}, 2 threads, torch {results['torch']}, Twostroke {results['twostroke']}, "
         f"load {results['load_average_at_start']:.1f} at the start",
         "",
-        f"Tokens a second of {BEAMS} sequences of {OUTPUT} tokens behind {PROMPT}, and how many times those of the other ways the "
-        "search reaches:",
+        f"Tokens a second of {BEAMS} sequences of {OUTPUT} tokens behind {PROMPT}, and how many times those "
+        "of the other ways the search reaches:",
         "",
         "| weights | search | answers (`n`) | together | one by one | over answers | over together | over one by one |",
         "|---|---|---|---|---|---|---|---|",
