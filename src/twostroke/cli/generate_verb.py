@@ -49,7 +49,7 @@ def generate(
     model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: the text on stdin."),
     max_tokens: int = typer.Option(128, help="Most tokens of each answer."),
-    temperature: float | None = typer.Option(None, help="0 takes the most probable token each time. Default: 0.8; 0 for beams."),
+    temperature: float | None = typer.Option(None, help="0 takes the most probable token each time. Default: 0.8, of beams 0."),
     top_k: int = typer.Option(0, help="Choose among the k most probable tokens; 0: all."),
     top_p: float = typer.Option(0.95, help="Choose among the most probable tokens that sum to this probability."),
     min_p: float = typer.Option(0.0, help="Choose among tokens with at least this share of the highest probability."),
@@ -75,6 +75,8 @@ def generate(
     read_spec(directory).require_buildable()  # before torch is imported, so that an unusable config.json is told at once
     if beams is None and length_penalty != 1.0:
         raise ConfigError("--length-penalty needs --beams.")
+    if beams is not None and beams < n:
+        raise ConfigError(f"--beams {beams} must be at least -n {n}.")
     if temperature is None:
         temperature = 0.8 if beams is None else 0.0
     params = SamplingParams(

@@ -111,7 +111,10 @@ class TiledKVPool:
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
         pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
-        for layer in range(self.keys.shape[0]):
+        whole = self.page_tokens % TILE == 0  # then pages are whole tiles, copied in all layers at once
+        for array in (self.keys, self.values) if whole else ():
+            array.index_copy_(2, to_tile[::TILE], array.index_select(2, tile[::TILE]))
+        for layer in range(0 if whole else self.keys.shape[0]):
             keys, values = self.keys[layer], self.values[layer]
             keys[:, to_tile, :, to_lane] = keys[:, tile, :, lane]
             values[:, to_tile, to_lane // pair, :, to_lane % pair] = values[:, tile, lane // pair, :, lane % pair]

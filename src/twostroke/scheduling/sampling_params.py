@@ -134,7 +134,7 @@ class SamplingParams:
             raise InputError(f"best_of={self.best_of} must be at least n={self.n}.", field="best_of")
         if not self.greedy:
             raise InputError(
-                f"temperature={self.temperature} draws tokens, and use_beam_search does not. Use temperature=0.",
+                f"temperature={self.temperature} draws tokens, and a beam search does not. Use temperature=0.",
                 field="temperature",
             )
 
