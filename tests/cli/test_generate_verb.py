@@ -122,7 +122,8 @@ def test_beams_are_searched_and_the_best_printed(capsys: pytest.CaptureFixture[s
     out, _ = run(capsys, "generate", str(model), *options)
     (best,) = LLM(model, dtype="fp32", n_threads=1).generate(PROMPT, dataclasses.replace(params, n=1, length_penalty=1.0))
     assert out == best.outputs[0].text + "\n"
-    assert "--temperature 0.5 draws tokens, and a beam search does not" in refused(capsys, "generate", str(model), *options, "--temperature", "0.5")
+    drawing = refused(capsys, "generate", str(model), *options, "--temperature", "0.5")
+    assert "--temperature 0.5 draws tokens, and a beam search does not" in drawing
     assert "--beams 4 must be at least -n 5" in refused(capsys, "generate", str(model), *options, "-n", "5")
     assert "--length-penalty needs --beams" in refused(capsys, "generate", str(model), "--prompt", "x", "--length-penalty", "2")
 
