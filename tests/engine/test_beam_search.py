@@ -12,7 +12,6 @@ from lora_models import models as lora_models
 
 from real_model import make_model
 from small_models import saved, transformers_model
-from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, DataError, InputError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.beam_outputs import BeamSearchParams
@@ -309,7 +308,9 @@ def test_what_cannot_be_searched_is_refused_and_leaves_nothing(llama: Path) -> N
         core.add_request("a", PROMPT, beams(n=98))
     with pytest.raises(DataError, match=r"has no tokenizer\.json, so stop strings cannot be found"):
         core.add_request("a", PROMPT, beams(stop=("x",)))
-    with pytest.raises(CapacityError, match="a search of 9 beams needs as many running requests, and max_running=8"):
+    with pytest.raises(InputError, match="a search of 9 beams needs as many running requests, and max_running=8"):
         core.add_request("a", PROMPT, beams(n=9))
+    with pytest.raises(CapacityError, match="KV-cache pages"):
+        small = make(llama, kv_cache_bytes=core.pool.n_bytes // core.pool.n_pages * 20).engine
+        small.add_request("a", PROMPT, beams(max_tokens=50))
     assert not core.has_work
-    assert EngineSettings().max_running >= 8

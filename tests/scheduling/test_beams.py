@@ -130,7 +130,7 @@ class BeamMachine(RuleBasedStateMachine):
         except CapacityError:
             n_shared = n_prompt // self.config.page_tokens
             n_own = -(-(min(n_prompt + max_tokens, 40) - 1) // self.config.page_tokens) - n_shared
-            assert n_shared + max(1, width) * n_own > self.config.n_pages or width > self.config.max_running
+            assert n_shared + max(1, width) * n_own > self.config.n_pages
 
     @precondition(lambda self: self.scheduler.requests)
     @rule(data=st.data())
@@ -290,7 +290,7 @@ def test_sequences_share_whole_pages() -> None:
 
 def test_a_search_that_can_never_run_is_refused() -> None:
     scheduler = Scheduler(SchedulerConfig(64, 3, 4, 64, 64))
-    with pytest.raises(CapacityError, match="a search of 4 beams needs as many running requests, and max_running=3"):
+    with pytest.raises(InputError, match="a search of 4 beams needs as many running requests, and max_running=3"):
         scheduler.add(Request("a", [1], SamplingParams(temperature=0.0, use_beam_search=True, best_of=4)))
     small = Scheduler(SchedulerConfig(64, 4, 4, 10, 32))
     params = SamplingParams(temperature=0.0, max_tokens=16, use_beam_search=True, best_of=2)

@@ -36,7 +36,7 @@ UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work
     ("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), "no step of its kind was computed."
 )
 """Reasons for which a predicted number is not measured."""
-BEAMS_PLANNED = "beams are predicted as so many answers to one prompt, without the choice among them and their copied pages."
+BEAMS_PLANNED = "beams are predicted as so many answers to one prompt: copies of pages are not planned."
 UNMEASURED_BEAMS = {
     "ttft_s": "the first token of a beam search is known with the last.",
     "output_tok_per_s": "beams were computed that are not among the answers.",

@@ -180,7 +180,7 @@ class SamplingParams:
             DRAWN: not self.greedy and not filtered,
             FILTERED: not self.greedy and filtered,
             PENALTIES: self.has_penalties,
-            LOGPROBS: self.logprobs is not None,
+            LOGPROBS: self.logprobs is not None or self.use_beam_search,
         }
         return tuple(kind for kind in SAMPLING_KINDS if asked[kind])
 

@@ -104,7 +104,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. Raises InputError for an empty prompt or an id in use, CapacityError if it could never fit."""
+        """Queue ``request``. Raises InputError for an empty prompt, an id in use or more beams than may run, CapacityError if it
+        could never fit."""
         c = self.config
         if request.id in self.requests:
             raise InputError(f"request id {request.id!r} is already in use. Give each unfinished request its own id.")
@@ -119,9 +120,10 @@ class Scheduler:
         n_pages = self._most_pages(request)
         if request.beams is not None:
             if request.beams.width > c.max_running:
-                raise CapacityError(
+                raise InputError(
                     f"a search of {request.beams.width} beams needs as many running requests, and max_running={c.max_running}. "
-                    "Lower best_of or n, or raise max_running."
+                    "Lower best_of or n, or raise max_running.",
+                    field="n",
                 )
             request.beams.limit(request.limit - request.n_prompt)
         if n_pages > c.n_pages:
