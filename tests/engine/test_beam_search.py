@@ -310,7 +310,7 @@ def test_what_cannot_be_searched_is_refused_and_leaves_nothing(llama: Path) -> N
         core.add_request("a", PROMPT, beams(stop=("x",)))
     with pytest.raises(InputError, match="a search of 9 beams needs as many running requests, and max_running=8"):
         core.add_request("a", PROMPT, beams(n=9))
+    small = make(llama, kv_cache_bytes=core.pool.n_bytes // core.pool.n_pages * 20).engine
     with pytest.raises(CapacityError, match="KV-cache pages"):
-        small = make(llama, kv_cache_bytes=core.pool.n_bytes // core.pool.n_pages * 20).engine
         small.add_request("a", PROMPT, beams(max_tokens=50))
     assert not core.has_work

@@ -104,8 +104,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. Raises InputError for an empty prompt, an id in use or more beams than may run, CapacityError if it
-        could never fit."""
+        """Queue ``request``. Raises InputError for an empty prompt, an id in use or more beams than may run, and
+        CapacityError if it could never fit."""
         c = self.config
         if request.id in self.requests:
             raise InputError(f"request id {request.id!r} is already in use. Give each unfinished request its own id.")
