@@ -113,7 +113,9 @@ class TiledKVPool:
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
         whole = self.page_tokens % TILE == 0  # then pages are whole tiles, copied in all layers at once
         for array in (self.keys, self.values) if whole else ():
-            array.index_copy_(2, to_tile[::TILE], array.index_select(2, tile[::TILE]))
+            read = array.index_select(2, tile[::TILE])  # all before any is written
+            for i, to in enumerate(to_tile[::TILE].tolist()):  # index_copy_ goes element by element
+                array[:, :, to] = read[:, :, i]
         for layer in range(0 if whole else self.keys.shape[0]):
             keys, values = self.keys[layer], self.values[layer]
             keys[:, to_tile, :, to_lane] = keys[:, tile, :, lane]
