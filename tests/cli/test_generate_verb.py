@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -16,8 +17,10 @@ from real_model import greedy_reference, make_model
 from twostroke.cli.main import main
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.engine.llm import LLM
 from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
+from twostroke.scheduling.sampling_params import SamplingParams
 
 PROMPT = "def add_argument(self"
 
@@ -100,6 +103,29 @@ def test_json_is_one_document_and_the_run_is_in_the_ledger(capsys: pytest.Captur
         assert math.isfinite(record.measurement[name])
         assert record.measurement[name] > 0
     assert record.measurement["weights_bytes"] == document["prediction"]["weights_bytes"]
+
+
+def test_beams_are_searched_and_the_best_printed(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    options = ("--prompt", PROMPT, "--max-tokens", "9", "--dtype", "fp32", "--threads", "1", "--beams", "4")
+    out, err = run(capsys, "generate", str(model), *options, "-n", "2", "--length-penalty", "0.5", "--json")
+    params = SamplingParams(temperature=0.0, max_tokens=9, use_beam_search=True, n=2, best_of=4, length_penalty=0.5)
+    (expected,) = LLM(model, dtype="fp32", n_threads=1).generate(PROMPT, params)
+    document = json.loads(out)
+    assert [o["token_ids"] for o in document["outputs"]] == [o.token_ids for o in expected.outputs]
+    assert [o["cumulative_logprob"] for o in document["outputs"]] == pytest.approx(
+        [o.cumulative_logprob for o in expected.outputs], abs=1e-4
+    )
+    assert "beams are predicted as so many answers" in err
+    record = Ledger().get(document["run_id"])
+    assert record.inputs["beams"] == 4
+    assert not {"ttft_s", "output_tok_per_s"} & record.measurement.keys()
+    out, _ = run(capsys, "generate", str(model), *options)
+    (best,) = LLM(model, dtype="fp32", n_threads=1).generate(PROMPT, dataclasses.replace(params, n=1, length_penalty=1.0))
+    assert out == best.outputs[0].text + "\n"
+    drawing = refused(capsys, "generate", str(model), *options, "--temperature", "0.5")
+    assert "--temperature 0.5 draws tokens, and a beam search does not" in drawing
+    assert "--beams 4 must be at least -n 5" in refused(capsys, "generate", str(model), *options, "-n", "5")
+    assert "--length-penalty needs --beams" in refused(capsys, "generate", str(model), "--prompt", "x", "--length-penalty", "2")
 
 
 def test_a_run_that_fails_is_recorded_as_failed(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -23,6 +23,8 @@ from serving import environment
 
 from real_model import greedy_reference, make_model
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.engine.llm import LLM
+from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol
 
 PROMPT = "def add_argument(self, name):\n    return "
@@ -82,6 +84,31 @@ def test_a_greedy_completion_is_the_decoders_own(server: Server) -> None:
     assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 12
+
+
+def test_beams_are_those_of_the_engine(server: Server) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=12, use_beam_search=True, n=2, best_of=4, length_penalty=0.5, logprobs=1
+    )
+    (expected,) = LLM(server.model, dtype="fp32").generate(PROMPT, params)
+    with server.client() as client:
+        answer = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=12, n=2, best_of=4, logprobs=1,
+            extra_body={"use_beam_search": True, "length_penalty": 0.5},
+        )  # fmt: skip
+        asked = [{"role": "user", "content": PROMPT}]
+        talk = client.chat.completions.create(
+            model="tiny", messages=asked, max_tokens=9, n=3, extra_body={"use_beam_search": True, "early_stopping": True}
+        )  # type: ignore[call-overload]
+        with pytest.raises(openai.BadRequestError, match="known only at its end"):
+            client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"use_beam_search": True})
+    assert [choice.text for choice in answer.choices] == [output.text for output in expected.outputs]
+    for choice, output in zip(answer.choices, expected.outputs, strict=True):
+        assert choice.logprobs is not None
+        assert sum(choice.logprobs.token_logprobs or ()) == pytest.approx(output.cumulative_logprob, abs=1e-4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(output.token_ids) for output in expected.outputs)
+    assert len({choice.message.content for choice in talk.choices}) == 3
 
 
 def test_a_stream_adds_up_to_the_whole_and_reports_usage(server: Server) -> None:

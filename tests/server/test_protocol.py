@@ -37,7 +37,14 @@ def chat(**fields: Any) -> protocol.ChatRequest:
         ({"priority": -1}, "priority"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "temperature": 1.0}, "temperature"),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
+        ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
         ({"guided_regex": "a+"}, "guided_regex"),
         ({"top_k": -2}, "top_k"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
@@ -256,6 +263,17 @@ def test_vllms_names_arrive_unchanged() -> None:
     assert (params.n, params.top_k, params.include_stop_str_in_output, params.skip_special_tokens) == (3, 0, True, False)
     assert params.prompt_logprobs == 2  # the more of what echo and prompt_logprobs need
     assert completion(n=2, best_of=2).sampling(1, None).n == 2
+
+
+def test_a_beam_search_becomes_the_engines_parameters() -> None:
+    fields = {"n": 2, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+    params = completion(best_of=4, **fields).sampling(5, None)
+    assert (params.n, params.beam_width, params.temperature) == (2, 4, 0.0)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+    assert chat(**fields).sampling(5, None).beam_width == 2
+    assert (completion(best_of=4, **fields).places, chat(**fields).places) == (4, 2)
+    plain = completion(use_beam_search=False, length_penalty=1.0, early_stopping=False).sampling(5, None)
+    assert (plain.use_beam_search, plain.temperature) == (False, 1.0)
 
 
 def test_nothing_to_write_is_only_asked_for_with_something_to_score() -> None:

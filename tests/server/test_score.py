@@ -92,7 +92,7 @@ def test_the_route_is_described(web: httpx.Client) -> None:
 
 @contextlib.contextmanager
 def serving(model: Path, home: Path, *options: str) -> Iterator[httpx.AsyncClient]:
-    command = [sys.executable, "-m", "twostroke.cli.main", "serve", str(model), "--port", "0", "--json", *options]
+    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json", *options]
     with (home / "stderr").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home))
     try:

@@ -36,6 +36,11 @@ UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work
     ("tpot_s", "decode_tok_per_s", "prefill_tok_per_s"), "no step of its kind was computed."
 )
 """Reasons for which a predicted number is not measured."""
+BEAMS_PLANNED = "beams are predicted as so many answers to one prompt: copies of pages are not planned."
+UNMEASURED_BEAMS = {
+    "ttft_s": "the first token of a beam search is known with the last.",
+    "output_tok_per_s": "beams were computed that are not among the answers.",
+}
 
 
 @app.command(name="generate")
@@ -44,7 +49,7 @@ def generate(
     model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     prompt: list[str] = typer.Option([], help="Text to continue. Repeatable. Default: the text on stdin."),
     max_tokens: int = typer.Option(128, help="Most tokens of each answer."),
-    temperature: float = typer.Option(0.8, help="0 takes the most probable token each time."),
+    temperature: float | None = typer.Option(None, help="0 takes the most probable token each time. Default: 0.8, of beams 0."),
     top_k: int = typer.Option(0, help="Choose among the k most probable tokens; 0: all."),
     top_p: float = typer.Option(0.95, help="Choose among the most probable tokens that sum to this probability."),
     min_p: float = typer.Option(0.0, help="Choose among tokens with at least this share of the highest probability."),
@@ -52,6 +57,8 @@ def generate(
     presence_penalty: float = typer.Option(0.0, help="Subtracted from the logit of every token in the answer so far."),
     frequency_penalty: float = typer.Option(0.0, help="The same, times the number of its occurrences there."),
     n: int = typer.Option(1, "-n", "--n", help="Answers to each prompt. The prompt is computed once."),
+    beams: int | None = typer.Option(None, help="Search with so many beams, and answer with the best of them."),
+    length_penalty: float = typer.Option(1.0, help="Beams rank by log-probability over length to this power."),
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: a new seed each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
@@ -66,10 +73,16 @@ def generate(
 
     directory = opened_model(model)
     read_spec(directory).require_buildable()  # before torch is imported, so that an unusable config.json is told at once
+    if beams is None and length_penalty != 1.0:
+        raise ConfigError("--length-penalty needs --beams.")
+    if beams is not None and beams < n:
+        raise ConfigError(f"--beams {beams} must be at least -n {n}.")
+    if temperature is None:
+        temperature = 0.8 if beams is None else 0.0
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
+        frequency_penalty=frequency_penalty, use_beam_search=beams is not None, best_of=beams, length_penalty=length_penalty,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     adapters = adapters_of(lora)
@@ -78,6 +91,9 @@ def generate(
     named = [*adapters] if len(adapters) > 1 else next(iter(adapters), None)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
     inputs |= {"lora": [*adapters]} if adapters else {}
+    if beams is not None:
+        inputs["beams"] = beams
+        log(BEAMS_PLANNED)
     inputs["speculate"] = engine.speculate
     plan = functools.partial(_planned, directory, prompts, params, engine, adapters)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
@@ -97,8 +113,11 @@ def generate(
             outputs = llm.generate(prompts, params, named) if as_json else _stream(llm, prompts, params, named)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
         measured = _measured(directory, llm, rates, outputs, startup_s)
+        why = UNMEASURED if beams is None else UNMEASURED | UNMEASURED_BEAMS
+        if beams is not None:
+            measured = {name: value for name, value in measured.items() if name not in UNMEASURED_BEAMS}
         measured = run.spent(measured) | measured
-        run.measure(measured, why=UNMEASURED)
+        run.measure(measured, why=why)
     document: dict[str, Any] = {
         "model": str(directory),
         "dtype": llm.engine.dtype,
@@ -109,6 +128,7 @@ def generate(
                 "text": answer.text,
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason,
+                **({} if answer.cumulative_logprob is None else {"cumulative_logprob": answer.cumulative_logprob}),
                 "prompt_tokens": output.metrics.prompt_tokens,
                 "ttft_s": output.metrics.ttft_s,
                 "e2e_s": output.metrics.e2e_s,
@@ -253,8 +273,8 @@ def _planned(
         directory,
         spec,
         engine,
-        batch=len(prompts) * params.n,
-        answers=params.n,
+        batch=len(prompts) * params.beam_width,
+        answers=params.beam_width,
         prompt_tokens=n_prompt,
         output_tokens=max(1, min(params.max_tokens, longest - n_prompt)),
         sampling=params.kinds,

@@ -26,6 +26,7 @@ from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
+from twostroke.engine.beam_choice import BeamChooser
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import lower
@@ -44,7 +45,7 @@ from twostroke.engine.tiers.disk import DiskTier, open_store
 from twostroke.engine.tiers.identity import identity_of, weights_digest
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
-from twostroke.engine.verification import verify
+from twostroke.engine.verification import Taken, verify
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.model.load import load_state
@@ -64,6 +65,8 @@ class TokenEvent:
 
     ``prompt_logprobs``, if asked for, come before the first token of any answer, in events of answer 0 without tokens. Each
     event has those of the next tokens of the prompt, from the second token on.
+
+    The answers of a beam search come at its end, the best first. An answer's last event has their ``cumulative_logprob``.
     """
 
     request_id: str
@@ -72,6 +75,11 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+EVENT_ENTRIES = 512
+"""Tokens and alternatives of a whole answer that make an event: answers that are sent on are sent in pieces."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,7 @@ class EngineCore:
         self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
         self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
         self._prompt_scores = PromptScores()
+        self._beams = BeamChooser(self.spec, directory)
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
         self._expert_bytes = self.plan.expert_bytes
@@ -286,8 +295,10 @@ class EngineCore:
             raise InputError(f"timeout_s={timeout_s} must be a number of seconds above 0.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         adapter = None if lora is None else self.adapters.get(lora)
+        if params.use_beam_search:
+            self._beams.check(params)
         original: Request | None = None
-        for i in range(params.n):
+        for i in range(1 if params.use_beam_search else params.n):
             own = params if i == 0 else params.of_fork(i)
             name = request_id if i == 0 else f"{request_id}\x1f{i}"  # to the scheduler each answer is a request
             eos = self.spec.eos_token_ids
@@ -308,6 +319,7 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
         for name in self._names.get(request_id, [])[:]:
+            # Of a beam search the first answer stands for all.
             if index is None or self._answers[name].index == index:
                 request = self.scheduler.abort(name)
                 if request is not None:
@@ -334,13 +346,17 @@ class EngineCore:
         """
         events: list[TokenEvent] = []
         for request in self.scheduler.expire(time.monotonic()):
-            events.append(self._event(request.id, [], finish_reason="timeout"))
-            self._remember(request)
-            self._forget(request.id)
+            if request.beams is None:
+                events.append(self._event(request.id, [], finish_reason="timeout"))
+                self._remember(request)
+                self._forget(request.id)
+            else:
+                events += self._found(request, "timeout")
         if not self.scheduler.has_work:
             return events
         began = time.perf_counter()
-        step = self.scheduler.schedule(None if self._drafter is None else self._drafter.propose)
+        step = self.scheduler.schedule(None if self._drafter is None else self._propose)
+        searching = self.scheduler.searching
         self._left = self.n_threads if self.settings.n_threads is not None else self._others.left(self.n_threads)
         n_threads = self.threads_for(step)
         if n_threads != self.n_threads:
@@ -349,8 +365,10 @@ class EngineCore:
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
             logits, failed = self._logits(step, places)
-            seeds = [self._answers[r.id].seed for r in rows]
+            # A search draws nothing, and its sequences are no answers yet.
+            seeds = [self._answers[r.id].seed if r.beams is None else 0 for r in rows]
             known = self._runner.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
+            chosen = self._beams.choose(searching, step, places, logits, known, n_threads) if searching else []
             taken = verify(logits, step, places, seeds, known, n_threads)
         except BaseException:  # Ctrl-C too: a request whose step was lost computes the same tokens again
             self.scheduler.abandon(step)
@@ -358,6 +376,8 @@ class EngineCore:
         finally:
             if n_threads != self.n_threads:
                 torch.set_num_threads(self.n_threads)
+        if searching:
+            places, rows, taken = _without_beams(places, rows, taken)
         tokens: list[int | list[int] | None] = [None] * len(step.requests)
         for place, request, new in zip(places, rows, taken.tokens, strict=True):
             if not new:
@@ -365,12 +385,26 @@ class EngineCore:
             else:
                 tokens[place] = new if place in step.drafts else new[0]
         failed.update(self.adapters.unheld(step.requests))
+        lost: set[Request] = set()
+        if searching:
+            failed.update(request.id for root, search in chosen if search is None for request in _sequences(root))
+            lost = {r.beams.root for r in step.requests if r.beams is not None and r.id in failed}
         finished = self.scheduler.update(step, tokens, failed)
         for name, scores in self._prompt_scores.take():
             # An interrupted step keeps its scores for the next one; until then their request may be aborted.
             if name in self._answers and name not in failed:
                 events.append(self._event(name, [], scores=scores))
         n_output = 0
+        for root, search in chosen:
+            if search is not None and root not in lost:
+                self.scheduler.go_on(root, search)
+                if search.done:
+                    events += self._found(root)
+                    n_output += sum(beam.length for _, beam in search.answers()[: root.params.n])
+        for root in lost:
+            failed = failed.difference(request.id for request in _sequences(root)) | {root.id}
+            self.scheduler.fail(root)
+            events += self._found(root, "error")
         for request, new, entries in zip(rows, taken.tokens, taken.logprobs, strict=True):
             if request.id not in failed:
                 n_output += len(new)
@@ -389,6 +423,33 @@ class EngineCore:
         if not self._names:  # nothing runs any more, so nothing is scored either
             self.release_logits()
         return events
+
+    def _found(self, root: Request, why: FinishReason | None = None) -> list[TokenEvent]:
+        """The answers of a search that has ended, by itself or because of ``why``; it is forgotten."""
+        assert root.beams is not None
+        request_id, params, events = self._answers[root.id].request_id, root.params, list[TokenEvent]()
+        answers = [] if why == "error" else root.beams.search.answers()
+        n_each = max(1, EVENT_ENTRIES // (1 + (params.logprobs or 0)))
+        for i in range(params.n):
+            beam = answers[i][1] if i < len(answers) else None
+            path = [] if beam is None else beam.path()
+            for first in range(0, max(1, len(path)), n_each):
+                part = path[first : first + n_each]
+                scored = None if params.logprobs is None else [each.logprobs for each in part]
+                events.append(TokenEvent(request_id, [each.token for each in part], scored, index=i))
+            events[-1].finish_reason = "stop" if beam is not None and beam.stopped else why or "length"
+            events[-1].cumulative_logprob = None if beam is None else beam.score
+        self._forget(root.id)
+        return events
+
+    def _propose(self, decoding: Sequence[Request], n_rows: int, room: int) -> Mapping[int, Sequence[int]]:
+        """Drafts for those of ``decoding`` that do not search: what follows in a search is chosen from all its sequences."""
+        assert self._drafter is not None
+        if not self.scheduler.searching:
+            return self._drafter.propose(decoding, n_rows, room)
+        places = [i for i, request in enumerate(decoding) if request.beams is None]
+        found = self._drafter.propose([decoding[i] for i in places], n_rows, room) if places else {}
+        return {places[i]: draft for i, draft in found.items()}
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
         """Logits of the last rows of the requests at ``places``, and the ids of requests whose prompts cannot be scored because
@@ -491,6 +552,17 @@ class EngineCore:
             counts.mixed_tokens += n_right
             counts.mixed_bytes += n_bytes
             counts.mixed_flop += flop
+
+
+def _sequences(root: Request) -> Sequence[Request]:
+    return () if root.beams is None else root.beams.live
+
+
+def _without_beams(places: Sequence[int], rows: Sequence[Request], taken: Taken) -> tuple[list[int], list[Request], Taken]:
+    """The same without the sequences of searches, whose tokens are chosen otherwise."""
+    kept = [k for k, request in enumerate(rows) if request.beams is None]
+    new = Taken([taken.tokens[k] for k in kept], [taken.logprobs[k] for k in kept])
+    return [places[k] for k in kept], [rows[k] for k in kept], new
 
 
 def _default_threads() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from copy import copy
 from typing import Any
 
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -78,6 +79,12 @@ class IncrementalDetokenizer:
         if lengths is not None:
             shared = lengths.setdefault(skip, {})
         return cls(tokenizer, params.stop, hidden, params.min_tokens, prompt_ids, not skip, keep_stop, shared)
+
+    def fork(self) -> IncrementalDetokenizer:
+        """One that goes on from the same ids by itself."""
+        made = copy(self)
+        made._ids = self._ids.copy()
+        return made
 
     def add(self, token_ids: Iterable[int]) -> str:
         """Take ``token_ids``, and return the text that has become certain."""

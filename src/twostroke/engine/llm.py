@@ -12,6 +12,7 @@ from typing import Any
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import DataError, EngineError, InputError
 from twostroke.data.tokenizer import load_tokenizer
+from twostroke.engine.beam_outputs import BeamSearchOutput, BeamSearchParams
 from twostroke.engine.core import EngineCore, TokenEvent
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.engine.meters import EngineStats
@@ -24,13 +25,15 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer. ``text`` ends before a stop string or stop token; ``token_ids`` and ``logprobs`` include it."""
+    """One answer. ``text`` ends before a stop string or stop token; ``token_ids`` and ``logprobs`` include it.
+    ``cumulative_logprob`` is the sum of its tokens' log-probabilities, if it was found by beam search."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
@@ -103,7 +107,8 @@ class _Open:
         for i, answer in enumerate(self.answers):
             assert answer.finish_reason is not None
             logprobs = answer.logprobs if self.params.logprobs is not None else None
-            completions.append(CompletionOutput(i, answer.text, answer.token_ids, logprobs, answer.finish_reason))
+            made = CompletionOutput(i, answer.text, answer.token_ids, logprobs, answer.finish_reason, answer.cumulative_logprob)
+            completions.append(made)
         n_output = sum(len(answer.token_ids) for answer in self.answers)
         metrics = RequestMetrics((self.first or now) - self.began, now - self.began, len(self.prompt_ids), n_output)
         return RequestOutput(self.prompt, self.prompt_ids, completions, metrics, self.prompt_logprobs)
@@ -190,6 +195,16 @@ class LLM:
             yield delta
         if into is not None:
             into += [outputs[i] for i in range(len(requests))]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``params.beam_width`` best answers to each prompt, as vLLM's method of this name gives them. ``generate`` with
+        ``use_beam_search`` finds the same ones. Raises what ``generate`` raises."""
+        return [BeamSearchOutput.of(output) for output in self.generate(prompts, params.sampling(), lora)]
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -293,6 +308,7 @@ def _delta(request: _Open, event: TokenEvent) -> Delta:
     answer.logprobs += logprobs or []
     answer.text += text
     answer.finish_reason = finish_reason
+    answer.cumulative_logprob = event.cumulative_logprob
     return Delta(request.index, text, token_ids, logprobs, finish_reason, event.index)
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from twostroke.scheduling.accounts import Account
+from twostroke.scheduling.beams import Beams
 from twostroke.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -34,7 +35,8 @@ class Request:
     sampled. Lower ``priority`` is served earlier; requests of equal priority go by the service that their clients received, and
     those of one client in order of arrival. The request ends at ``deadline``, in seconds of the caller's clock, even if it is
     unfinished. ``fork_of`` is a request with the same prompt; its pages are shared once they are computed. ``adapter``, if any,
-    changes what its tokens' keys and values are, so only requests of the same one share them.
+    changes what its tokens' keys and values are, so only requests of the same one share them. ``beams`` are the sequences of a
+    request that searches, of which it is one itself.
     """
 
     __slots__ = (
@@ -43,6 +45,7 @@ class Request:
         "adjusted",
         "adjuster",
         "arrival",
+        "beams",
         "capacity",
         "client",
         "deadline",
@@ -112,6 +115,7 @@ class Request:
         self.n_prefix_hit = 0  # tokens found in the prefix tree and below it at the last admission
         self.restorable = 0  # leading pages that are to be had by loading further ones; 0 if none is to be loaded
         self.n_preemptions = 0
+        self.beams = Beams(self, params) if params.use_beam_search else None
 
     @property
     def n_output(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from twostroke.core.errors import InputError
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
@@ -18,6 +19,7 @@ output."""
 
 MAX_BIASED_TOKENS = 1024
 MAX_N = 128
+MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STOP_CHARACTERS = 1024
@@ -51,6 +53,11 @@ class SamplingParams:
 
     ``n`` is the number of answers to the prompt, which is computed once. The i-th uses the i-th random stream of ``seed``.
 
+    ``use_beam_search`` finds the ``n`` best of ``best_of`` (default: ``n``) sequences that are searched together, by the rules
+    of transformers' ``num_beams``. It draws nothing, so ``temperature`` must be 0. A sequence ranks by its sum of
+    log-probabilities, after biases and penalties, ÷ length ** ``length_penalty``; ``early_stopping`` (True, False, "never")
+    says when the search ends (``BeamSearch``).
+
     A request ends with ``"stop"`` at an end-of-sequence token of the model (unless ``ignore_eos``), at one of
     ``stop_token_ids``, or when its text contains one of ``stop`` (never before ``min_tokens`` tokens), and with ``"length"``
     after ``max_tokens``.
@@ -76,6 +83,10 @@ class SamplingParams:
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -94,7 +105,7 @@ class SamplingParams:
         _integer("max_tokens", self.max_tokens, 1, 2**31)
         _integer("min_tokens", self.min_tokens, 0, 2**31)
         self._check_length()
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be true or false.", field=name)
         if self.logprobs is not None:
@@ -106,6 +117,34 @@ class SamplingParams:
             _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("prompt_logprobs_start", self.prompt_logprobs_start, 1, 2**31)
         _integer("n", self.n, 1, MAX_N)
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, 1, MAX_N)
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
+            raise InputError(f"early_stopping={self.early_stopping!r} must be true, false or 'never'.", field="early_stopping")
+        if not self.use_beam_search:
+            if self.best_of not in (None, self.n):
+                raise InputError(
+                    f"best_of={self.best_of} must equal n={self.n}, which gives every answer, unless with use_beam_search. "
+                    "Ask for n answers with logprobs and choose.",
+                    field="best_of",
+                )
+            return
+        if self.beam_width < self.n:
+            raise InputError(f"best_of={self.best_of} must be at least n={self.n}.", field="best_of")
+        if not self.greedy:
+            raise InputError(
+                f"temperature={self.temperature} draws tokens, and a beam search does not. Use temperature=0.",
+                field="temperature",
+            )
+
+    @property
+    def beam_width(self) -> int:
+        """Sequences that grow together: the answers, or the beams that are searched for them."""
+        return self.n if self.best_of is None else self.best_of
 
     def _check_length(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -144,7 +183,7 @@ class SamplingParams:
             DRAWN: not self.greedy and not filtered,
             FILTERED: not self.greedy and filtered,
             PENALTIES: self.has_penalties,
-            LOGPROBS: self.logprobs is not None,
+            LOGPROBS: self.logprobs is not None or self.use_beam_search,
         }
         return tuple(kind for kind in SAMPLING_KINDS if asked[kind])
 

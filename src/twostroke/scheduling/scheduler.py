@@ -12,6 +12,7 @@ from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
+from twostroke.scheduling.beams import Beams, BeamSearch
 from twostroke.scheduling.lower_tier import LowerTier
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
@@ -55,6 +56,10 @@ class Scheduler:
     A fork (a further answer to one prompt) shares the whole pages of its original and gets a copy of the page that both will
     write to. Of its prompt only the last token is computed again.
 
+    The sequences of a beam search (``beams.Beams``) decode together, and ``go_on`` makes those that were chosen follow. They
+    share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all
+    are. Then what they have in common is computed once, they share its pages again, and decode once each has caught up.
+
     A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
 
     A prompt that parts from a known one within a page takes over what comes before, in a copy of that page. The page is held
@@ -80,8 +85,9 @@ class Scheduler:
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
         self._accounts = Accounts()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests stay in it until their deadline
-        self._copied: list[Request] = []  # requests that were admitted in the current step and need a page copied
+        self._copied: list[Request] = []  # those that need a page copied in the current step
         self._sources: list[int] = []  # cached pages that are copied in the current step, and must not be given away before
+        self.searching: list[Beams] = []  # of the running requests that search
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
         self._slots = list(range(config.max_running - 1, -1, -1))
@@ -116,7 +122,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. Raises InputError for an empty prompt or an id in use, CapacityError if it could never fit."""
+        """Queue ``request``. Raises InputError for an empty prompt, an id in use or more beams than may run, and
+        CapacityError if it could never fit."""
         c = self.config
         if request.id in self.requests:
             raise InputError(f"request id {request.id!r} is already in use. Give each unfinished request its own id.")
@@ -128,7 +135,15 @@ class Scheduler:
                 "Shorten the prompt or raise max_model_len."
             )
         request.limit = min(request.limit, c.max_model_len)
-        n_pages = self._pages_for(request.limit - 1)  # the last token is never fed back
+        n_pages = self._most_pages(request)
+        if request.beams is not None:
+            if request.beams.width > c.max_running:
+                raise InputError(
+                    f"a search of {request.beams.width} beams needs as many running requests, and max_running={c.max_running}. "
+                    "Lower best_of or n, or raise max_running.",
+                    field="n",
+                )
+            request.beams.limit(request.limit - request.n_prompt)
         if n_pages > c.n_pages:
             raise CapacityError(
                 f"prompt and output of {request.limit} tokens need {n_pages} KV-cache pages, and the cache has {c.n_pages}. "
@@ -184,9 +199,11 @@ class Scheduler:
             raise RuntimeError("schedule() was called before update() of the step under way")
         grown, self._unreported_growth = self._unreported_growth, []
         preempted: list[str] = []
+        self._copied = []
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
             if request.status is Status.RUNNING:  # an earlier request of this loop may have preempted it
                 self._allocate_one_page(request, grown, preempted)
+        parted = self._part_pages(grown, preempted) if self.searching else []  # and pages for those that catch up
         admitting = not preempted  # pages just ran out, and a newly admitted request would cause the next preemption
         if admitting and self._waiting:
             self._preempt_for_priority(preempted)
@@ -196,8 +213,9 @@ class Scheduler:
         budget = self._prompt_budget(n_decodes)
         scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
-        self._copied = []
         under_way = sorted(self._prefilling, key=queue_rank) if len(self._prefilling) > 1 else self._prefilling.copy()
+        if self.searching:
+            under_way = [r for r in under_way if self._due(r) > 0]
         under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
@@ -214,7 +232,7 @@ class Scheduler:
                 break
             if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
                 continue  # it loads further pages in the next step
-            n = self._chunk(len(request.tokens) - request.n_computed, budget)
+            n = self._chunk(self._due(request), budget)
             if n == 0:
                 break  # it keeps its pages and its place
             if request.params.prompt_logprobs is not None:
@@ -229,6 +247,7 @@ class Scheduler:
         if propose is not None and n_decodes and min(budget, self.config.draft_rows) > 0:
             drafts = self._draft(propose, requests[:n_decodes], counts, min(budget, self.config.draft_rows), grown)
         grown = [r for r in grown if r.status is Status.RUNNING]  # some may have been preempted since
+        copies += [(source, target) for source, target, holder in parted if target in holder.pages]
         self._n_steps += 1
         step = ScheduledStep(
             self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies, drafts
@@ -274,8 +293,9 @@ class Scheduler:
         """Record that ``step`` was computed. Returns the requests that finished.
 
         ``sampled`` has one entry for each of ``step.requests``: its new token, or None if the step did not reach the end of the
-        request's tokens. Of a request with drafts it has the drafts that were right and the token behind them. Ids in
-        ``failed`` end with ``"error"``, and the prefix tree never offers the pages that they computed.
+        request's tokens or the request searches (``go_on``). Of a request with drafts it has the drafts that were right and the
+        token behind them. Ids in ``failed`` end with ``"error"`` (searches by ``fail``), and the prefix tree never offers the
+        pages that they computed.
         """
         if step is not self._in_flight:
             raise RuntimeError("update() must follow schedule() with the step it returned")
@@ -295,9 +315,10 @@ class Scheduler:
                 self.pool.discard_content(request.pages)
                 if self.lower is not None:
                     self.lower.forget(request.page_keys)
-                self._finish(request, "error")
-                finished.append(request)
-                ended = True
+                if request.beams is None:  # else ``fail`` ends all of its sequences
+                    self._finish(request, "error")
+                    finished.append(request)
+                    ended = True
                 continue
             n_rows = step.counts[i]
             if drafts and i in drafts:
@@ -317,6 +338,10 @@ class Scheduler:
                 self._queue_forks(request)
             if token is None:
                 if n_computed == len(request.tokens):
+                    if request.beams is not None:  # its sequences go on in ``go_on``
+                        if request.beams.folded:
+                            self._unfold(request.beams)
+                        continue
                     raise ValueError(f"the step computed the last token of request {request.id!r}, and its sample is None")
                 continue
             tokens = request.tokens
@@ -332,7 +357,7 @@ class Scheduler:
         for i in drafts:
             if step.requests[i].status is running:
                 self._roll_back(step.requests[i])
-        if step.n_decodes < len(step.requests):
+        if step.n_decodes < len(step.requests) or self.searching:
             self._move_to_decoding()
         if ended:
             self._decoding = [r for r in self._decoding if r.status is running]
@@ -451,8 +476,11 @@ class Scheduler:
 
     def _move_to_decoding(self) -> None:
         """Move requests that lack exactly one token to ``_decoding``, which goes first in every step whatever its rank."""
-        self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1]
-        self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1]
+        for beams in self.searching:
+            if beams.catching_up and beams.caught_up:
+                beams.catching_up = False
+        self._decoding += [r for r in self._prefilling if len(r.tokens) - r.n_computed == 1 and not _catches_up(r)]
+        self._prefilling = [r for r in self._prefilling if len(r.tokens) - r.n_computed > 1 or _catches_up(r)]
 
     # -- what other engines decide otherwise (planner.serving.policies)
 
@@ -472,20 +500,164 @@ class Scheduler:
         return -(-n_tokens // self.config.page_tokens)
 
     def _allocate_one_page(self, request: Request, grown: list[Request], preempted: list[str]) -> None:
-        """Give ``request`` one page more. Until a page is free, preempt the last request by rank, which may be ``request``."""
+        """Give ``request`` one page more, or preempt it."""
+        page = self._one_page(request, request.pages[-1] if request.pages else -1, preempted)
+        if page is not None:
+            request.pages.append(page)
+            request.capacity += self.config.page_tokens
+            grown.append(request)
+
+    def _one_page(self, request: Request, after: int, preempted: list[str]) -> int | None:
+        """A page for ``request``. Until one is free, preempt the last request by rank; None if that was ``request``."""
         while True:
-            last = request.pages[-1] if request.pages else -1
-            pages = self.pool.allocate(1, after=last)
+            pages = self.pool.allocate(1, after=after)
             if pages is not None:
-                request.pages += pages
-                request.capacity += self.config.page_tokens
-                grown.append(request)
-                return
+                return pages[0]
             victim = max((*self._decoding, *self._prefilling), key=_preemption_rank)
             self._preempt(victim)
             preempted.append(victim.id)
-            if victim is request:
-                return
+            if request.status is not Status.RUNNING:
+                return None
+
+    # -- beam search
+
+    def go_on(self, root: Request, search: BeamSearch) -> None:
+        """Go on with the sequences that ``search`` chose after the step of the last ``update``, or end ``root`` if it is done.
+
+        The best continuation of a sequence stays in its request. Others take over a request whose sequence ended, and the page
+        list of the one that they continue. No page is allocated, so this cannot fail."""
+        beams = root.beams
+        assert beams is not None
+        beams.search = search
+        if search.done:
+            del self.requests[root.id]
+            self._end_beams(beams, "stop" if search.ended and search.ended[0][1].stopped else "length")
+            return
+        old = beams.live
+        places = beams.heirs(search)
+        kept = set(places)
+        for i, request in enumerate(old):
+            if i not in kept:
+                self._drop_pages(request)
+                # The root is taken first, so that it is seldom idle.
+                beams.idle.insert(len(beams.idle) if request is root else 0, request)
+        live = []
+        for beam, place in zip(search.live, places, strict=True):
+            if place >= 0:
+                live.append(old[place])
+                continue
+            request = beams.idle.pop() if beams.idle else self._another(beams)
+            self._inherit(request, old[beam.place])
+            live.append(request)
+        for request, beam in zip(live, search.live, strict=True):
+            request.tokens.append(beam.token)
+        beams.live = live
+        self._decoding = [r for r in self._decoding if r.beams is not beams] + live
+
+    def fail(self, root: Request) -> None:
+        """End all sequences of ``root`` with ``"error"``, because one of them failed in the step of the last ``update``."""
+        assert root.beams is not None
+        del self.requests[root.id]
+        self._end_beams(root.beams, "error")
+
+    def _another(self, beams: Beams) -> Request:
+        """One more sequence of the search, with no tokens yet."""
+        root = beams.root
+        name = f"{root.id}\x1f{len(beams.slots)}"
+        made = Request(name, (), root.params.of_fork(1), root.priority, (), root.client, None, root, root.adapter)
+        made.beams, made.account, made.arrival, made.status = beams, root.account, root.arrival, Status.RUNNING
+        made.n_prompt, made.limit, made.min_length, made.stop_ids = root.n_prompt, root.limit, root.min_length, root.stop_ids
+        made.slot = beams.slots.pop()
+        return made
+
+    def _inherit(self, request: Request, parent: Request) -> None:
+        """Give ``request`` the tokens of ``parent`` and a share of its pages."""
+        self.pool.retain(page for page in parent.pages if page >= 0)
+        request.tokens, request.pages, request.page_keys = parent.tokens.copy(), parent.pages.copy(), parent.page_keys.copy()
+        request.n_computed, request.n_registered = parent.n_computed, parent.n_registered
+        request.n_dropped, request.capacity = parent.n_dropped, parent.capacity
+        request.adjuster = None
+        self._unreported_growth.append(request)  # the engine's table has another sequence's pages
+
+    def _part_pages(self, grown: list[Request], preempted: list[str]) -> list[tuple[int, int, Request]]:
+        """Give each sequence a page of its own to write to. Returns (page, its copy, holder of the copy)."""
+        parted = []
+        for beams in self.searching.copy():
+            for request in beams.live if len(beams.live) > 1 else ():
+                while beams.catching_up and request.capacity < len(request.tokens) and request.status is Status.RUNNING:
+                    self._allocate_one_page(request, grown, preempted)
+                at = request.n_computed // self.config.page_tokens
+                if request.status is not Status.RUNNING:
+                    break  # the search was preempted
+                source = request.pages[at] if at < len(request.pages) else -1
+                if source < 0 or self.pool.references[source] == 1:
+                    continue
+                page = self._one_page(request, request.pages[at - 1] if at else -1, preempted)
+                if page is not None:
+                    request.pages[at] = page
+                    self.pool.release((source,))
+                    parted.append((source, page, request))
+                    self._copied.append(request)
+                    grown.append(request)
+        return parted
+
+    def _fold(self, beams: Beams) -> None:
+        """Preempt all sequences of a search: its root waits for them."""
+        self._retire(beams, Status.WAITING)
+        beams.fold()
+        root = beams.root
+        del root.page_keys[root.n_prompt // self.config.page_tokens :]
+        root.n_computed = 0
+        root.adjuster = None
+
+    def _unfold(self, beams: Beams) -> None:
+        """Let the sequences of a search that was preempted share what their root has computed, and catch up."""
+        root = beams.root
+        others = [self._another(beams) for _ in beams.search.live[1:]]
+        for request in others:
+            self._inherit(request, root)
+        beams.unfold(others)
+        self._decoding = [r for r in self._decoding if r is not root]
+        self._prefilling = [r for r in self._prefilling if r is not root] + beams.live
+
+    def _due(self, request: Request) -> int:
+        """Tokens that may be computed now: a sequence that catches up leaves its last one to a step with the others."""
+        return len(request.tokens) - request.n_computed - _catches_up(request)
+
+    def _end_beams(self, beams: Beams, reason: FinishReason) -> None:
+        root = beams.root
+        root.finish_reason = reason
+        assert root.account is not None
+        self._accounts.close(root.account)
+        self._retire(beams, Status.FINISHED)
+
+    def _retire(self, beams: Beams, status: Status) -> None:
+        """Take the sequences out of the steps. What the current step computes is released after it, by ``update``."""
+        computed = () if self._in_flight is None else self._in_flight.requests
+        for request in beams.members:
+            request.status = status
+            if request not in computed:
+                self._release(request)
+        self._slots += beams.slots
+        beams.slots = []
+        self.searching.remove(beams)
+        self._decoding = [r for r in self._decoding if r.beams is not beams]
+        self._prefilling = [r for r in self._prefilling if r.beams is not beams]
+
+    def _most_pages(self, request: Request) -> int:
+        """Pages that ``request`` takes at its longest. The sequences of a search share the prompt's whole pages."""
+        n_pages = self._pages_for(request.limit - 1)  # the last token is never fed back
+        if request.beams is None:
+            return n_pages
+        n_shared = request.n_prompt // self.config.page_tokens
+        return n_shared + request.beams.width * (n_pages - n_shared)
+
+    def _pages_to_start(self, request: Request) -> int:
+        """Free pages that admission asks for beside those that the prefix tree has: a search parts soon after its prompt."""
+        n_pages = self._pages_for(self._tokens_to_hold(request))
+        if request.beams is None:
+            return n_pages
+        return max(n_pages, min(n_pages + request.beams.width - 1, self._most_pages(request)))
 
     def _preempt_for_priority(self, preempted: list[str]) -> None:
         """Preempt the fewest running requests of lower priority that let the first waiting request run.
@@ -499,24 +671,31 @@ class Scheduler:
         lower.sort(key=_preemption_rank)
         # Prefix hits are not subtracted from ``n_needed``: matching them would hash and compare a long prompt in every step. At
         # worst one request more is preempted than necessary.
-        n_free, n_needed, n_slots = self.pool.n_free, self._pages_for(len(first.tokens)), len(self._slots)
-        n_running = self.n_running
+        n_free, n_needed, n_running = self.pool.n_free, self._pages_to_start(first), self.n_running
+        n_slots = len(self._slots) - _slots_of(first)
         for n_victims in range(len(lower) + 1):
-            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims > 0:  # the condition of ``_admit``
+            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims >= 0:  # the condition of ``_admit``
                 break
             if n_victims < len(lower):
                 n_free += len(self.pool.unshared(lower[-1 - n_victims].pages))
         else:
             return
         for victim in reversed(lower[len(lower) - n_victims :]):
-            self._preempt(victim)
-            preempted.append(victim.id)
+            if victim.status is Status.RUNNING:  # else it was preempted with another sequence of its search
+                self._preempt(victim)
+                preempted.append(victim.id)
 
     def _preempt(self, request: Request) -> None:
-        (self._decoding if request in self._decoding else self._prefilling).remove(request)
-        self._release(request)
-        request.status = Status.WAITING
-        request.n_computed = request.restorable = 0
+        if request.beams is not None:
+            request = request.beams.root
+            assert request.beams is not None
+            self._fold(request.beams)
+        else:
+            (self._decoding if request in self._decoding else self._prefilling).remove(request)
+            self._release(request)
+            request.status = Status.WAITING
+            request.n_computed = 0
+        request.restorable = 0
         request.n_preemptions += 1
         self.n_preemptions += 1
         self._waiting.add(request)
@@ -533,6 +712,8 @@ class Scheduler:
         c, pool = self.config, self.pool
         if self._blocked == (request, pool.n_released):
             return False  # no page has come back since the last attempt, and matching a long prompt costs time in every step
+        if len(self._slots) < _slots_of(request):
+            return False
         n_known = len(request.tokens)
         n_needed = self._pages_for(self._tokens_to_hold(request))
         self._hash_full_pages(request)
@@ -545,7 +726,7 @@ class Scheduler:
         hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, max_hits)
         n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
         margin = self.n_running  # one page for the next token of each, so that admission does not cause a preemption at once
-        if n_needed - len(hits) + n_hits_free + margin > pool.n_free:
+        if self._pages_to_start(request) - len(hits) + n_hits_free + margin > pool.n_free:
             self._blocked = (request, pool.n_released)
             return False
         if not self._claim_adapter(request):
@@ -625,6 +806,9 @@ class Scheduler:
         request.n_registered = n_registered
         request.slot = self._slots.pop()
         request.status = Status.RUNNING
+        if request.beams is not None:
+            request.beams.slots = [self._slots.pop() for _ in range(request.beams.width - 1)]
+            self.searching.append(request.beams)
         if request.n_preemptions == 0:
             self.n_prompt_tokens += request.n_prompt
             self.n_prefix_hit_tokens += n_computed
@@ -693,6 +877,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_waiting = request.status is Status.WAITING
+        if request.beams is not None and not was_waiting:
+            self._end_beams(request.beams, reason)
+            return
         request.status = Status.FINISHED
         request.finish_reason = reason
         assert request.account is not None
@@ -713,16 +900,29 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if self.lower is not None and request.adapter is None and request.n_registered:
             self.lower.keep(request.page_keys[: request.n_registered])
-        self._register_end(request)
-        self.pool.release(request.pages[request.n_dropped :])
+        if request.beams is None:  # else another sequence of the search may go on writing to its last page
+            self._register_end(request)
+        self._drop_pages(request)
         self._slots.append(request.slot)
-        if request.adapter is not None and self.adapters is not None:
+        claimed = request.beams is None or request is request.beams.root  # an adapter is claimed once for a search
+        if request.adapter is not None and self.adapters is not None and claimed:
             self.adapters.release(request)
+        request.slot = -1
+
+    def _drop_pages(self, request: Request) -> None:
+        self.pool.release(request.pages[request.n_dropped :])
         request.pages = []
         request.n_dropped = 0
         request.capacity = 0
         request.n_registered = 0
-        request.slot = -1
+
+
+def _catches_up(request: Request) -> bool:
+    return request.beams is not None and request.beams.catching_up
+
+
+def _slots_of(request: Request) -> int:
+    return 1 if request.beams is None else request.beams.width
 
 
 def _preemption_rank(request: Request) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 The reader is strict. An unknown field gets a 400 that names it, and so does a field that asks for what this server does not
 do: nothing is silently dropped. Clients also send fields of OpenAI's or vLLM's server with a value that changes nothing
-(``tools=[]``, ``use_beam_search=false``, ``user``). These are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list
+(``tools=[]``, ``store=false``, ``user``). These are accepted with that value; ``NEUTRAL`` and ``BOOKKEEPING`` list
 them.
 """
 
@@ -37,8 +37,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM's
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "spaces_between_special_tokens": (True, False),  # changes nothing with the tokenizers of today
@@ -127,6 +125,14 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: Logprobs | None = None
     priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def places(self) -> int:
+        """Places that a prompt takes: its answers, or the beams that are searched for them."""
+        return max(self.n or 1, getattr(self, "best_of", None) or 1)
 
     @property
     def include_usage(self) -> bool:
@@ -141,7 +147,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             return SamplingParams(
-                temperature=1.0 if self.temperature is None else self.temperature,
+                temperature=(0.0 if self.use_beam_search else 1.0) if self.temperature is None else self.temperature,
                 top_k=max(0, self.top_k or 0),
                 top_p=1.0 if self.top_p is None else self.top_p,
                 min_p=self.min_p or 0.0,
@@ -160,6 +166,10 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 n=self.n or 1,
                 include_stop_str_in_output=bool(self.include_stop_str_in_output),
                 skip_special_tokens=self.skip_special_tokens is not False,
+                use_beam_search=bool(self.use_beam_search),
+                best_of=getattr(self, "best_of", None),
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                early_stopping=self.early_stopping or False,
             )
         except InputError as error:
             raise bad_request(str(error), error.field) from None
@@ -169,7 +179,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     """``POST /v1/completions``. ``prompt``: a text, a list of texts, token ids, or a list of token id lists.
 
     ``echo`` puts the prompt before each answer, and with ``logprobs`` the log-probabilities of its tokens too; the first is
-    null. With ``echo``, ``max_tokens`` may be 0, which scores the prompt alone. ``best_of`` must equal ``n``."""
+    null. With ``echo``, ``max_tokens`` may be 0, which scores the prompt alone.
+    ``best_of`` must equal ``n``, except in a beam search, whose beams it counts."""
 
     prompt: str | list[Any]  # a list is one that `_prompt_list` accepts
     logprobs: Logprobs | None = None
@@ -235,7 +246,7 @@ def of_length(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     request: CompletionRequest = _parse(body, CompletionRequest, frozenset())
-    if request.best_of not in (None, request.n or 1):
+    if request.best_of not in (None, request.n or 1) and not request.use_beam_search:
         raise bad_request(
             f"best_of={request.best_of} is not supported; only best_of=n is, which gives every answer. Ask for n answers with "
             "logprobs and choose.",
@@ -365,6 +376,13 @@ def _require_whole(request: CommonRequest) -> None:
             raise bad_request(f"logit_bias={token!r:.40} must name tokens by their ids, as 0 or 15.", "logit_bias")
     if request.stream and request.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs cannot be streamed. Use stream=false.", "prompt_logprobs")
+    if request.use_beam_search:
+        if request.stream:
+            raise bad_request("the answers of a beam search are known only at its end. Use stream=false.", "stream")
+    else:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(request, name) not in (None, neutral):
+                raise bad_request(f"{name} needs use_beam_search=true.", name)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream=true.", "stream_options")
 

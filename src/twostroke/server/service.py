@@ -361,8 +361,8 @@ class Generation:
             raise not_ready(retry_after_s=5)
         if not service.client.ready:
             raise not_ready()
-        n = request.n or 1
-        service.admission.enter(n_prompts * n, "n" if n > 1 else "prompt")
+        n, n_places = request.n or 1, n_prompts * request.places
+        service.admission.enter(n_places, "n" if n > 1 else "prompt")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.model = request.model
         self.created = int(time.time())
@@ -371,7 +371,8 @@ class Generation:
         self._param = {"cmpl": "prompt", "score": "text"}.get(prefix, "messages")
         self._service = service
         self._n_prompts = n_prompts
-        self._n_places = n_prompts * n
+        self._n_choices = n_prompts * n
+        self._n_places = n_places
         self._started = started
         self._client = client
         self._priority = request.priority or 0
@@ -434,7 +435,7 @@ class Generation:
             return
         self._finished = True
         ended = time.perf_counter()
-        complete = len(self.choices) == self._n_places and all(choice.finished for choice in self.choices)
+        complete = len(self.choices) == self._n_choices and all(choice.finished for choice in self.choices)
         for choice in self.choices:
             if not choice.finished:
                 choice.stream.close()
