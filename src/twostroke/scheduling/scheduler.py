@@ -736,7 +736,7 @@ class Scheduler:
         if self.lower is not None and request.adapter is None and len(hits) < max_hits:
             n_lower = self.lower.worth(request, len(hits), max_hits)
         source, n_begun = -1, 0
-        if n_lower == 0 and c.prefix_cache and request.params.prompt_logprobs is None:
+        if n_lower == 0 and c.prefix_cache and c.parts_of_pages and request.params.prompt_logprobs is None:
             before = request.page_keys[len(hits) - 1] if hits else self._root_of(request)
             start = len(hits) * c.page_tokens
             source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
@@ -869,8 +869,8 @@ class Scheduler:
 
     def _register_end(self, request: Request) -> None:
         """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""
-        n, page_tokens = request.n_computed, self.config.page_tokens
-        if n % page_tokens and self.config.prefix_cache and request.finish_reason != "error":
+        n, page_tokens, c = request.n_computed, self.config.page_tokens, self.config
+        if n % page_tokens and c.prefix_cache and c.parts_of_pages and request.finish_reason != "error":
             tokens = request.tokens[n - n % page_tokens : n]
             before = request.page_keys[n // page_tokens - 1] if n >= page_tokens else self._root_of(request)
             self.pool.tree.insert(chain_key(before, tokens), tokens, request.pages[n // page_tokens], before)

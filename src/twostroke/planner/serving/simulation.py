@@ -151,6 +151,7 @@ def simulate(
         n_pages=pages,
         max_model_len=1 + max(a.prompt_tokens + a.output_tokens for a in workload.arrivals),
         window=window,
+        parts_of_pages=False,
     )
     if not any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals):
         alone = replace(config, prefix_cache=False)
