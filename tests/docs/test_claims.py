@@ -216,7 +216,7 @@ def test_a_token_alone_reads_all_weights() -> None:
 
 def test_the_mlp_turns_at_the_ridge_and_attention_over_the_cache_does_not() -> None:
     claim = claims()["decode_bound"]
-    assert claim["ridge"] == pytest.approx(0.84 * 989 / (0.94 * 3.35), rel=0.01)  # the shares of efficiencies.toml
+    assert claim["ridge"] == pytest.approx(0.843 * 989 / (0.901 * 3.35), rel=0.01)  # the shares of efficiencies.toml
     # A matrix of n requests does n FLOP a byte of bf16 weight; activations that move too push the turn a little further.
     assert claim["ridge"] <= claim["mlp"] <= 1.5 * claim["ridge"]
     assert claim["attention"] == 0

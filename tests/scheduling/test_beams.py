@@ -223,6 +223,8 @@ class Walk:
         for request in holders:
             for page in request.pages:
                 held[page] += page >= 0
+        for page in self.scheduler._sources:  # until what begins alike is copied
+            held[page] += 1
         assert held == pool.references
         running = {r for r in holders if r.slot >= 0}
         slots = [r.slot for r in running] + [slot for beams in self.scheduler.searching for slot in beams.slots]
