@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from twostroke.scheduling import scheduler as scheduler_module
+from twostroke.scheduling import page_lists
 from twostroke.scheduling.accounts import Account
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -138,8 +138,8 @@ def test_a_client_of_many_forks_pays_for_each() -> None:
 
 def test_forks_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original_key = scheduler_module.chain_key
-    monkeypatch.setattr(scheduler_module, "chain_key", lambda p, t: calls.append(1) or original_key(p, t))
+    original_key = page_lists.chain_key
+    monkeypatch.setattr(page_lists, "chain_key", lambda p, t: calls.append(1) or original_key(p, t))
     s = make(n_pages=200)
     original = request("a", 40, max_tokens=2)
     s.add(original)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from twostroke.core.errors import CapacityError, ConfigError, InputError
-from twostroke.scheduling import scheduler as scheduler_module
+from twostroke.scheduling import page_lists
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -94,7 +94,7 @@ def test_a_prompt_that_parts_within_a_page_takes_over_what_comes_before() -> Non
     s.add(request("b", [*range(10, 17), 99, 98, 97]))
     step = s.schedule()
     assert step.starts == [7]
-    known = s.pool.tree.held(s.keys_of([*range(10, 18)])[2])
+    known = s.pool.tree.held(s.page_lists.keys_of([*range(10, 18)])[2])
     assert known is not None
     assert step.copies == [(known[0], step.requests[0].pages[1])]
 
@@ -136,8 +136,8 @@ def test_pages_are_not_offered_before_they_were_computed() -> None:
 
 def test_a_blocked_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = scheduler_module.chain_key
-    monkeypatch.setattr(scheduler_module, "chain_key", lambda p, t: calls.append(1) or original(p, t))
+    original = page_lists.chain_key
+    monkeypatch.setattr(page_lists, "chain_key", lambda p, t: calls.append(1) or original(p, t))
     s = make(n_pages=8, max_model_len=32)
     s.add(request("a", 20, max_tokens=12))
     for _ in range(3):

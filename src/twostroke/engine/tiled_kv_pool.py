@@ -124,14 +124,7 @@ class TiledKVPool:
         sources, targets = (self._slots(torch.tensor(pages)) for pages in zip(*pairs, strict=True))
         pair = self.pair
         (tile, lane), (to_tile, to_lane) = ((slots // TILE, slots % TILE) for slots in (sources, targets))
-        n, rest = divmod(self.page_tokens, TILE)
-        whole = rest == 0  # then pages are whole tiles, copied as bytes in all layers at once
-        for array in (self.keys, self.values) if whole else ():
-            held = array.view(torch.uint8).numpy()
-            read = [held[:, :, n * page : n * page + n].copy() for page, _ in pairs]  # all before any is written
-            for (_, page), tiles in zip(pairs, read, strict=True):
-                held[:, :, n * page : n * page + n] = tiles
-        for layer in range(0 if whole else self.keys.shape[0]):
+        for layer in range(self.keys.shape[0]):
             keys, values = self.keys[layer], self.values[layer]
             keys[:, to_tile, :, to_lane] = keys[:, tile, :, lane]
             values[:, to_tile, to_lane // pair, :, to_lane % pair] = values[:, tile, lane // pair, :, lane % pair]

@@ -14,8 +14,8 @@ from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.beams import Beams, BeamSearch
 from twostroke.scheduling.lower_tier import LowerTier
+from twostroke.scheduling.page_lists import PageLists
 from twostroke.scheduling.pages import PagePool
-from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
 from twostroke.scheduling.request import FinishReason, Request, Status
 from twostroke.scheduling.step import Propose, ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
@@ -80,6 +80,7 @@ class Scheduler:
         self.adapters = adapters
         self.lower = lower
         self.pool = pool or PagePool(config.n_pages)
+        self.page_lists = PageLists(config, self.pool)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
@@ -156,7 +157,7 @@ class Scheduler:
         original = request.fork_of
         if original is not None:
             request.page_keys = original.page_keys[: request.n_prompt // c.page_tokens]
-        self._hash_full_pages(request)  # here and not at admission, because running requests wait for schedule()
+        self.page_lists.hash_full_pages(request)  # here and not at admission, because running requests wait for schedule()
         if request.deadline is not None:
             # The heap keeps finished requests alive. Rebuild it once they are more than half of it.
             if len(self._deadlines) > 2 * len(self.requests) + 64:
@@ -269,7 +270,7 @@ class Scheduler:
             del draft[ends[0] if ends else len(draft) :]
             short = request.n_computed + 1 + len(draft) - request.capacity
             if short > 0:
-                n_pages = self._pages_for(short)
+                n_pages = self.page_lists.pages_for(short)
                 pages = (
                     self.pool.allocate(n_pages, after=request.pages[-1])
                     if n_pages + self.n_running <= self.pool.n_free
@@ -327,9 +328,9 @@ class Scheduler:
             assert token is None or isinstance(token, int)
             n_computed = request.n_computed = request.n_computed + n_rows
             if n_computed // page_tokens > request.n_registered:
-                self._register(request)
+                self.page_lists.register(request)
                 if window is not None:
-                    self._free_pages_before_window(request, window)
+                    self.page_lists.free_before_window(request, window)
             account = request.account
             assert account is not None
             # The first ``n_decodes`` requests decode.
@@ -378,7 +379,7 @@ class Scheduler:
 
     def _roll_back(self, request: Request) -> None:
         """Free the pages that only wrong drafts needed. What stands in the others is overwritten by the right tokens."""
-        n_held = self._pages_for(request.n_computed)
+        n_held = self.page_lists.pages_for(request.n_computed)
         if len(request.pages) > n_held:
             self.pool.release(request.pages[n_held:])
             del request.pages[n_held:]
@@ -419,7 +420,7 @@ class Scheduler:
     def _pages_of_steps(self, n_steps: int) -> int:
         """Pages that the decoding requests need beside their own for so many tokens more of each."""
         short = (r.n_computed + n_steps - r.capacity for r in self._decoding)
-        return sum(self._pages_for(n) for n in short if n > 0)
+        return sum(self.page_lists.pages_for(n) for n in short if n > 0)
 
     def advance(self, n_steps: int, tokens: Sequence[int]) -> list[Request]:
         """Take ``n_steps`` ≤ ``steady_steps()`` steps at once, each of which samples the i-th of ``tokens`` for the i-th of
@@ -431,16 +432,18 @@ class Scheduler:
         for request in self._decoding:
             request.n_computed += n_steps
             if request.n_computed > request.capacity:
-                pages = self.pool.allocate(self._pages_for(request.n_computed - request.capacity), after=request.pages[-1])
+                pages = self.pool.allocate(
+                    self.page_lists.pages_for(request.n_computed - request.capacity), after=request.pages[-1]
+                )
                 assert pages is not None  # counted by ``steady_steps``
                 request.pages += pages
                 request.capacity += len(pages) * page_tokens
         for request, token in zip(self._decoding, tokens, strict=True):
             request.tokens += [token] * n_steps
             if request.n_computed // page_tokens > request.n_registered:
-                self._register(request)
+                self.page_lists.register(request)
                 if window is not None:
-                    self._free_pages_before_window(request, window)
+                    self.page_lists.free_before_window(request, window)
             assert request.account is not None
             request.account.served += n_steps * OUTPUT_WEIGHT
             if len(request.tokens) >= request.limit:  # its pages become free before the next request's, as in ``update``
@@ -496,9 +499,6 @@ class Scheduler:
         """Tokens whose pages a request gets at admission."""
         return len(request.tokens)
 
-    def _pages_for(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.config.page_tokens)
-
     def _allocate_one_page(self, request: Request, grown: list[Request], preempted: list[str]) -> None:
         """Give ``request`` one page more, or preempt it."""
         page = self._one_page(request, request.pages[-1] if request.pages else -1, preempted)
@@ -538,7 +538,7 @@ class Scheduler:
         kept = set(places)
         for i, request in enumerate(old):
             if i not in kept:
-                self._drop_pages(request)
+                self.page_lists.drop(request)
                 # The root is taken first, so that it is seldom idle.
                 beams.idle.insert(len(beams.idle) if request is root else 0, request)
         live = []
@@ -646,7 +646,7 @@ class Scheduler:
 
     def _most_pages(self, request: Request) -> int:
         """Pages that ``request`` takes at its longest. The sequences of a search share the prompt's whole pages."""
-        n_pages = self._pages_for(request.limit - 1)  # the last token is never fed back
+        n_pages = self.page_lists.pages_for(request.limit - 1)  # the last token is never fed back
         if request.beams is None:
             return n_pages
         n_shared = request.n_prompt // self.config.page_tokens
@@ -654,7 +654,7 @@ class Scheduler:
 
     def _pages_to_start(self, request: Request) -> int:
         """Free pages that admission asks for beside those that the prefix tree has: a search parts soon after its prompt."""
-        n_pages = self._pages_for(self._tokens_to_hold(request))
+        n_pages = self.page_lists.pages_for(self._tokens_to_hold(request))
         if request.beams is None:
             return n_pages
         return max(n_pages, min(n_pages + request.beams.width - 1, self._most_pages(request)))
@@ -715,8 +715,8 @@ class Scheduler:
         if len(self._slots) < _slots_of(request):
             return False
         n_known = len(request.tokens)
-        n_needed = self._pages_for(self._tokens_to_hold(request))
-        self._hash_full_pages(request)
+        n_needed = self.page_lists.pages_for(self._tokens_to_hold(request))
+        self.page_lists.hash_full_pages(request)
         # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
         # scores of its prompt computes each token that predicts one. Only whole pages are shared, and one that begins alike is
         # copied.
@@ -737,7 +737,7 @@ class Scheduler:
             n_lower = self.lower.worth(request, len(hits), max_hits)
         source, n_begun = -1, 0
         if n_lower == 0 and c.prefix_cache and c.parts_of_pages and request.params.prompt_logprobs is None:
-            before = request.page_keys[len(hits) - 1] if hits else self._root_of(request)
+            before = request.page_keys[len(hits) - 1] if hits else self.page_lists.root_of(request)
             start = len(hits) * c.page_tokens
             source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
             if n_begun < c.page_tokens * LEAST_BEGUN or (pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free):
@@ -760,7 +760,7 @@ class Scheduler:
         first, end = request.n_computed // page_tokens, request.restorable
         n = lower.load(request, first, end, bounded)
         request.n_computed = request.n_prefix_hit = (first + n) * page_tokens
-        self._register(request)
+        self.page_lists.register(request)
         if request.n_preemptions == 0:
             self.n_prefix_hit_tokens += n * page_tokens
         if n == 0 or not bounded or first + n == end:
@@ -778,11 +778,11 @@ class Scheduler:
         if request.n_output:  # it was preempted after it had started, and now has tokens that the original has not computed
             return False
         n_computed = request.n_prompt - 1
-        if c.window is not None and original.n_dropped > self._first_visible_page(n_computed, c.window):
+        if c.window is not None and original.n_dropped > self.page_lists.first_visible(n_computed, c.window):
             return False  # the original has already released pages that the fork's window still covers
         n_shared = n_computed // c.page_tokens
         shared = original.pages[:n_shared]
-        n_fresh = self._pages_for(request.n_prompt) - n_shared
+        n_fresh = self.page_lists.pages_for(request.n_prompt) - n_shared
         if n_fresh + self.n_running > self.pool.n_free or not self._claim_adapter(request):
             return False
         self.pool.retain(page for page in shared if page >= 0)
@@ -791,7 +791,7 @@ class Scheduler:
         if n_computed % c.page_tokens:
             copies.append((original.pages[n_shared], fresh[0]))
             self._copied.append(request)
-        self._hash_full_pages(request)
+        self.page_lists.hash_full_pages(request)
         request.n_dropped = original.n_dropped
         self._start(request, shared + fresh, n_shared, n_computed)
         return True
@@ -822,59 +822,6 @@ class Scheduler:
         self._n_held -= len(request.forks)
         request.forks = []
 
-    def _first_visible_page(self, position: int, window: int) -> int:
-        """Index of the first page that the query at ``position`` attends to."""
-        return max(0, position - window + 1) // self.config.page_tokens
-
-    def _free_pages_before_window(self, request: Request, window: int) -> None:
-        """Release the pages that no later query attends to. The next query is at ``n_computed`` and sees ``window`` tokens.
-
-        With a window of 8 and pages of 4 tokens, a request of 56 tokens holds at most 3 pages after a step instead of 14."""
-        first_seen = self._first_visible_page(request.n_computed, window)
-        if first_seen > request.n_dropped:
-            self.pool.release(request.pages[request.n_dropped : first_seen])
-            request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
-            request.n_dropped = first_seen
-
-    def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
-        """The key of the empty prefix of requests of no named client and no adapter, and behind it those of the pages of
-        ``tokens``, of which the last may be filled in part."""
-        keys = [root_of("") if self.config.separate_prefixes else ROOT]
-        for i in range(0, len(tokens), self.config.page_tokens):
-            keys.append(chain_key(keys[-1], tokens[i : i + self.config.page_tokens]))
-        return keys
-
-    def _hash_full_pages(self, request: Request) -> None:
-        """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
-        page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
-        if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
-            return
-        parent = keys[-1] if keys else self._root_of(request)
-        for i in range(len(keys), len(tokens) // page_tokens):
-            parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
-            keys.append(parent)
-
-    def _root_of(self, request: Request) -> bytes:
-        root = root_of(request.client) if self.config.separate_prefixes else ROOT
-        return root if request.adapter is None else root_beside(root, request.adapter.key)
-
-    def _register(self, request: Request) -> None:
-        """Offer the pages that this step filled to the prefix tree."""
-        page_tokens, keys = self.config.page_tokens, request.page_keys
-        self._hash_full_pages(request)
-        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(keys))):
-            tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
-            self.pool.tree.insert(keys[i], tokens, request.pages[i], keys[i - 1] if i else self._root_of(request))
-        request.n_registered = request.n_computed // page_tokens
-
-    def _register_end(self, request: Request) -> None:
-        """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""
-        n, page_tokens, c = request.n_computed, self.config.page_tokens, self.config
-        if n % page_tokens and c.prefix_cache and c.parts_of_pages and request.finish_reason != "error":
-            tokens = request.tokens[n - n % page_tokens : n]
-            before = request.page_keys[n // page_tokens - 1] if n >= page_tokens else self._root_of(request)
-            self.pool.tree.insert(chain_key(before, tokens), tokens, request.pages[n // page_tokens], before)
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_waiting = request.status is Status.WAITING
         if request.beams is not None and not was_waiting:
@@ -901,20 +848,13 @@ class Scheduler:
         if self.lower is not None and request.adapter is None and request.n_registered:
             self.lower.keep(request.page_keys[: request.n_registered])
         if request.beams is None:  # else another sequence of the search may go on writing to its last page
-            self._register_end(request)
-        self._drop_pages(request)
+            self.page_lists.register_end(request)
+        self.page_lists.drop(request)
         self._slots.append(request.slot)
         claimed = request.beams is None or request is request.beams.root  # an adapter is claimed once for a search
         if request.adapter is not None and self.adapters is not None and claimed:
             self.adapters.release(request)
         request.slot = -1
-
-    def _drop_pages(self, request: Request) -> None:
-        self.pool.release(request.pages[request.n_dropped :])
-        request.pages = []
-        request.n_dropped = 0
-        request.capacity = 0
-        request.n_registered = 0
 
 
 def _catches_up(request: Request) -> bool:

@@ -28,7 +28,7 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
             with contextlib.closing(PageFile(descriptor, identity, page_tokens, images.n_bytes)) as file:
                 file.begin()
                 key, record = ROOT, file.record()
-                for slot, held in enumerate(scheduler.keys_of(tokens)[1:]):
+                for slot, held in enumerate(scheduler.page_lists.keys_of(tokens)[1:]):
                     own = tokens[slot * page_tokens : (slot + 1) * page_tokens]
                     found = scheduler.pool.tree.held(held)
                     if found is None or found[1] != own:
@@ -85,7 +85,7 @@ def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) 
                 images.copy_in(page[0], file.image(record))
             if not entries or entries[0] is None or entries[0].used != len(tokens):
                 raise _damaged(path)
-        keys = scheduler.keys_of(tokens)
+        keys = scheduler.page_lists.keys_of(tokens)
         for i, page_of in enumerate(pages):
             pool.tree.insert(keys[i + 1], tokens[i * size : (i + 1) * size], page_of, keys[i])
     except OSError as error:

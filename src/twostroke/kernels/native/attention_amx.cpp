@@ -271,7 +271,8 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                     out[2 * (row + r) + 1] = from < to ? denominator[r] : 0.0f;
                     float* sums = out + 2 * n_rows + (row + r) * D;
                     if (from < to) std::memcpy(sums, work.sums + r * D, static_cast<size_t>(D) * 4);
-                    else std::memset(sums, 0, static_cast<size_t>(D) * 4);  // it may be the sum that others are added to
+                    else
+                        std::memset(sums, 0, static_cast<size_t>(D) * 4);  // it may be the sum that others are added to
                 }
                 continue;
             }
