@@ -101,8 +101,9 @@ def test_any_damage_is_found_and_nothing_of_the_file_is_used(llama: Path, tmp_pa
 def test_what_cannot_be_saved_or_loaded_is_said(llama: Path, tmp_path: Path) -> None:
     llm = opened(llama)
     page = llm.engine.pool.n_bytes // llm.engine.pool.n_pages
-    with pytest.raises(InputError, match="cannot be written: No such file"):
-        llm.save_session(tmp_path / "no" / "s", PROMPT)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written: (Not a directory|File exists)"):
+        llm.save_session(tmp_path / "file" / "s", PROMPT)
     with pytest.raises(InputError, match="cannot be read: No such file"):
         llm.load_session(tmp_path / "s")
     with pytest.raises(InputError, match="is not a file"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from twostroke.core.policy import LEAST_EXPERT_ROWS, expert_rows, numbers_of_expert_rows
-from twostroke.kernels.grouped import grouped_linear
+from twostroke.kernels.grouped import grouped_linear, rows_in_order, sorted_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,3 +59,23 @@ def test_frozen_matrices_keep_no_rows_and_get_no_gradient() -> None:
     (found,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(found, torch.cat([weight[0].sum(0).expand(2, 4), weight[1].sum(0).expand(3, 4)]))
     torch.library.opcheck(torch.ops.twostroke.grouped_linear, (x.detach(), weight.requires_grad_(), ends))
+
+
+def test_rows_sorted_by_expert_and_back_have_the_gradients_of_plain_indexing() -> None:
+    """Gathered gradients beside torch's scattered ones, of rows that several experts take and of those that come back."""
+    generator = torch.Generator().manual_seed(0)
+    n, k, width = 13, 3, 8
+    order = torch.randperm(n * k, generator=generator)
+    inverse = order.argsort()
+    x, weight = torch.randn(n, width, generator=generator), torch.randn(n * k, width, generator=generator)
+
+    def grown(rows: Tensor, back: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
+        (back(rows * weight) * weight.flip(0)).sum().backward()
+        assert of.grad is not None
+        return of.grad
+
+    fast, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    given = sorted_rows(fast, order, inverse, k)
+    assert torch.equal(given, plain[order // k])
+    by_gathering = grown(given, lambda y: rows_in_order(y, order, inverse), fast)
+    torch.testing.assert_close(by_gathering, grown(plain[order // k], lambda y: y[inverse], plain))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from small_models import EVERY, decoder_of
 from twostroke.core.spec import MoeSpec
 from twostroke.core.train_settings import TrainSettings
-from twostroke.model.experts import ExpertsMlp, _Reorder, _SortRows, choose_experts
+from twostroke.model.experts import ExpertsMlp, choose_experts
 from twostroke.training.experts import ExpertBalance, correction_biases
 
 
@@ -86,26 +84,6 @@ def test_losses_and_counts_are_of_training_alone() -> None:
     decoder(torch.arange(20)[None])
     assert all(not mlp.load.any() for mlp in balance.mixtures)
     assert ExpertBalance(decoder_of("llama"), TrainSettings(), moves_biases=True).update() is None
-
-
-def test_rows_sorted_by_expert_and_back_have_the_gradients_of_plain_indexing() -> None:
-    """Gathered gradients beside torch's scattered ones, of rows that several experts take and of those that come back."""
-    generator = torch.Generator().manual_seed(0)
-    n, k, width = 13, 3, 8
-    order = torch.randperm(n * k, generator=generator)
-    inverse = order.argsort()
-    x, weight = torch.randn(n, width, generator=generator), torch.randn(n * k, width, generator=generator)
-
-    def grown(rows: Tensor, back: Callable[[Tensor], Tensor], of: Tensor) -> Tensor:
-        (back(rows * weight) * weight.flip(0)).sum().backward()
-        assert of.grad is not None
-        return of.grad
-
-    fast, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-    sorted_rows = _SortRows.apply(fast, order, inverse, k)
-    assert torch.equal(sorted_rows, plain[order // k])
-    by_gathering = grown(sorted_rows, lambda y: _Reorder.apply(y, order, inverse), fast)
-    torch.testing.assert_close(by_gathering, grown(plain[order // k], lambda y: y[inverse], plain))
 
 
 def test_a_group_must_hold_the_chosen_experts() -> None:

@@ -189,7 +189,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.below is not None
         self.below.write()
         self.scheduler.pool.discard_content(range(self.config.n_pages))
-        for content in data.draw(st.lists(st.sampled_from(list(self.below.held.values())), min_size=1, max_size=3)):
+        held = list(self.below.held.values())  # it may have lost all by writing
+        for content in data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=3)) if held else ():
             prompt = [*(content[-1] or ()), *tail]
             self._add(Request(f"r{self.n_added}", prompt, SamplingParams(max_tokens=max_tokens)), prompt, max_tokens)
 

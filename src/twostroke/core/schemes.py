@@ -24,6 +24,9 @@ BLOCK, BLOCK_GROUP = 256, 32
 W8, W8A8 = "w8", "w8a8"
 """Torch's products of int8 weights as profiles name them: with bf16 activations, and with activations rounded on the way."""
 
+ADAPTER_CODES = "int8"
+"""The type of the codes in which the native library holds adapters."""
+
 
 @dataclass(frozen=True)
 class NativeFormat:
@@ -176,7 +179,7 @@ class Scheme:
     def adapter_element(self, native: bool) -> str:
         """What an adapter beside weights of this scheme is held in: by the native library in codes with a scale a rank, beside
         fp32 in fp32; by torch in the type of activations."""
-        return "int8" if native and self.kept != "fp32" else self.kept
+        return ADAPTER_CODES if native and self.kept != "fp32" else self.kept
 
     def multiplied(self, runner: str) -> str:
         """What products of the "native" or the "torch" runner multiply: the codes, by their own name, or the plain type that

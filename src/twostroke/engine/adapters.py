@@ -19,6 +19,7 @@ from torch import Tensor
 from twostroke.core.dtypes import TORCH_NAMES, bytes_of
 from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, InputError, TwostrokeError
 from twostroke.core.policy import MAX_ADAPTER_RANK, MAX_ADAPTERS
+from twostroke.core.schemes import ADAPTER_CODES
 from twostroke.core.units import format_bytes
 from twostroke.engine import plan as p
 from twostroke.engine.lowering import head_rows
@@ -102,7 +103,7 @@ class AdapterStore:
         self._in_memory: list[Adapter] = []
         self._n_added = self._clock = 0
         # Of codes the runner rounds once, from the numbers as they are stored.
-        self._dtype = torch.float32 if self.element == "int8" else getattr(torch, TORCH_NAMES[self.element])
+        self._dtype = torch.float32 if self.element == ADAPTER_CODES else getattr(torch, TORCH_NAMES[self.element])
         self._base_fingerprint: str | None = None
 
     @property

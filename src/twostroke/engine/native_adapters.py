@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.core.errors import CapacityError
+from twostroke.core.schemes import ADAPTER_CODES
 from twostroke.engine import plan as p
 from twostroke.engine.adapters import Part, Parts
 from twostroke.engine.native_structs import CAdapter, CAdapterAt, CAdapterPart
@@ -36,7 +37,7 @@ class _Form(NamedTuple):
 
 _FORMS = {
     "fp32": _Form(0, torch.float32, 1, 0),
-    "int8": _Form(1, torch.uint8, 4, _CODE_ZERO),
+    ADAPTER_CODES: _Form(1, torch.uint8, 4, _CODE_ZERO),
 }
 
 

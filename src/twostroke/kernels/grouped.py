@@ -1,7 +1,8 @@
 """Products of rows with the matrices of the experts that chose them.
 
 ``torch.nn.functional.grouped_mm`` wants bf16, sizes of whole 16 bytes and gradients that are dense (torch 2.13); this is a
-plain loop over experts behind one operator, so that a compiler sees no size that depends on a value.
+plain loop over experts behind one operator, so that a compiler sees no size that depends on a value. Rows are sorted by expert
+before and put back after.
 """
 
 from __future__ import annotations
@@ -100,4 +101,64 @@ def grouped_linear(x: Float[Tensor, "m k"], weight: Float[Tensor, "X n k"], ends
     """Rows up to ``ends[0]`` times the first matrix, those from there to ``ends[1]`` times the second, and so on; ``ends[-1]``
     is m. Gradients reach ``x`` and ``weight``."""
     result: Tensor = _multiply(x, weight, ends)
+    return result
+
+
+@torch.library.custom_op("twostroke::sorted_rows", mutates_args=())
+def _sorted_rows(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    return x[order // k]
+
+
+@_sorted_rows.register_fake
+def _(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+    return x.new_empty(order.shape[0], x.shape[1])
+
+
+def _keep_inverse(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, inverse, ctx.k = inputs
+    ctx.save_for_backward(inverse)
+
+
+def _gather_sums(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (inverse,) = ctx.saved_tensors
+    return gradient[inverse].unflatten(0, (-1, ctx.k)).sum(dim=1), None, None, None
+
+
+_sorted_rows.register_autograd(_gather_sums, setup_context=_keep_inverse)
+
+
+def sorted_rows(x: Float[Tensor, "n E"], order: Int[Tensor, " m"], inverse: Int[Tensor, " m"], k: int) -> Float[Tensor, "m E"]:
+    """Row ``order[i] // k`` of ``x`` at place i, m = n·k. ``order`` is a permutation, ``inverse`` says where each went.
+
+    The gradient is gathered as well and added up a row at a time. That of a plain ``x[order // k]`` is scattered with one
+    atomic addition a number, because torch does not know a permutation."""
+    result: Tensor = _sorted_rows(x, order, inverse, k)
+    return result
+
+
+@torch.library.custom_op("twostroke::rows_in_order", mutates_args=())
+def _rows_in_order(y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return y[inverse]
+
+
+@_rows_in_order.register_fake
+def _(y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    return torch.empty_like(y)
+
+
+def _keep_order(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    (order,) = ctx.saved_tensors
+    return gradient[order], None, None
+
+
+_rows_in_order.register_autograd(_gather, setup_context=_keep_order)
+
+
+def rows_in_order(y: Float[Tensor, "m E"], order: Int[Tensor, " m"], inverse: Int[Tensor, " m"]) -> Float[Tensor, "m E"]:
+    """``y[inverse]``: sorted rows where they came from. Its gradient is gathered by ``order``, for the same reason."""
+    result: Tensor = _rows_in_order(y, order, inverse)
     return result

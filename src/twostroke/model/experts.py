@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from twostroke.core.matrices import Matrix, mlp_matrices
 from twostroke.core.spec import ModelSpec, MoeSpec
-from twostroke.kernels.grouped import grouped_linear
+from twostroke.kernels.grouped import grouped_linear, rows_in_order, sorted_rows
 from twostroke.model.attention import compute_dtype
 from twostroke.model.mlp import gated
 
@@ -76,38 +76,6 @@ class _AddLoss(torch.autograd.Function):
         return upstream[0], scale, None
 
 
-class _SortRows(torch.autograd.Function):
-    """Row ``order[i] // k`` of ``x`` at place i: (n·k, E). ``inverse`` is where each pair of a row and one of its experts went.
-
-    The gradient is gathered as well and added up a row at a time. That of a plain ``x[order // k]`` is scattered with one
-    atomic addition a number, because torch does not know that ``order`` is a permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return x[order // k]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return upstream[0][inverse].unflatten(0, (-1, ctx.k)).sum(dim=1), None, None, None
-
-
-class _Reorder(torch.autograd.Function):
-    """``y[inverse]``, whose gradient is gathered by ``order`` for the same reason."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return y[inverse]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return upstream[0][order], None, None
-
-
 class ExpertsMlp(nn.Module):
     """Σ shares · down_e(activation(gate_e(x)) · up_e(x)) over a row's experts, plus the shared experts of every row.
 
@@ -167,9 +135,9 @@ class ExpertsMlp(nn.Module):
         inverse = order.argsort()
         expert = flat[order]
         ends = torch.searchsorted(expert, torch.arange(1, self.moe.n_experts + 1, device=x.device))
-        gate, up = self.expert_gate_up(_SortRows.apply(x, order, inverse, k), ends, expert).chunk(2, dim=-1)
+        gate, up = self.expert_gate_up(sorted_rows(x, order, inverse, k), ends, expert).chunk(2, dim=-1)
         sorted_y = self.expert_down(self.activation(gate, up), ends, expert)
-        return (_Reorder.apply(sorted_y, order, inverse).view(*shares.shape, -1) * shares[..., None]).sum(dim=1)
+        return (rows_in_order(sorted_y, order, inverse).view(*shares.shape, -1) * shares[..., None]).sum(dim=1)
 
     def _with_losses(self, y: Tensor, logits: Float[Tensor, "n X"], chosen: Int[Tensor, "n k"]) -> Tensor:
         n, n_experts = logits.shape

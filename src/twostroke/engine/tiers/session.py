@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from pathlib import Path
 
+from twostroke.core.aside import file_beside
 from twostroke.core.errors import CapacityError, ConfigError, CorruptFileError, EngineError, InputError
 from twostroke.engine.tiers.images import PageImages
 from twostroke.engine.tiers.page_file import PageFile
@@ -21,10 +21,9 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
     Raises EngineError if one is missing, and InputError if the file cannot be written.
     """
     page_tokens = scheduler.config.page_tokens
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+        with file_beside(path) as aside:
+            descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with contextlib.closing(PageFile(descriptor, identity, page_tokens, images.n_bytes)) as file:
                 file.begin()
                 key, record = ROOT, file.record()
@@ -40,11 +39,6 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
                     file.set_tokens(record, own)
                     key = chain_key(key, own)
                     file.write(slot, key, len(tokens), record)
-            os.rename(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}. Name another file.") from None
 

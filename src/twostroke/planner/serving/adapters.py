@@ -19,7 +19,7 @@ from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.matrices import ALL_LINEAR, layer_kinds
 from twostroke.core.named import letter, named, smallest
 from twostroke.core.policy import ADAPTER_MEMORY_BYTES, MAX_ADAPTER_RANK, MAX_ADAPTERS
-from twostroke.core.schemes import native_product_name, scheme_of
+from twostroke.core.schemes import ADAPTER_CODES, native_product_name, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.work.component import Work
@@ -121,7 +121,7 @@ def adapter_works(
     element = _element(shape)
     width = spec.d_model
     rate = hardware.product_rate(native_product_name(element), MANY_ROWS, width, width)
-    digits = CODE_DIGITS if element == "int8" else 1
+    digits = CODE_DIGITS if element == ADAPTER_CODES else 1
     each, bandwidth, found = letter("w_adapter", bytes_of(element)), hardware.bandwidth(working_set), list[Work]()
     for group, used in _used(shape, requests):
         own_rows = rows * group.count / sum(other.count for other in shape.adapters)
