@@ -34,6 +34,9 @@ LIMITS = {8: 1.001, 4: 1.03}
 E4M3_LIMIT = 1.01
 """Three bits of mantissa round weights by 2.5% of their norm, int8 by 0.7%."""
 
+CACHE_LIMIT = 1.01
+"""Of keys and values in 4 bits."""
+
 EIGHT_BITS = {"head_dtype": "int8", "kv_dtype": "int8"}
 
 
@@ -57,6 +60,7 @@ CANDIDATES = (
     Candidate("bf16, head in int8", LIMITS[8], {"dtype": "bf16", "head_dtype": "int8"}),
     Candidate("bf16, head in int4", LIMITS[4], {"dtype": "bf16", "head_dtype": "int4"}),
     Candidate("bf16, cache in int8", LIMITS[8], {"dtype": "bf16", "kv_dtype": "int8"}),
+    Candidate("bf16, cache in int4", CACHE_LIMIT, {"dtype": "bf16", "kv_dtype": "int4"}),
     Candidate("int8 (W8A8), head and cache in int8", LIMITS[8], {"dtype": "int8", **EIGHT_BITS}),
     Candidate("int4, nearest, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-nearest"),
     Candidate("int4 alone, fitted, groups of 64", LIMITS[4], {"dtype": "auto"}, "int4-g64"),

@@ -7,21 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from real_model import make_model
 from twostroke.cli.main import main
 from twostroke.ledger.store import Ledger
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def _children_run_from_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+pytestmark = pytest.mark.usefixtures("children_run_from_source")
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -117,7 +117,7 @@ def test_prompts_beyond_the_context_are_counted_and_said(
         (("--task", "{tmp}/own.toml", "--engine", "vllm"), "--engine vllm is not known"),
         (("--task", "{tmp}/own.toml", "--limit", "0"), "limit"),
         (("--task", "{tmp}/own.toml", "--dtype", "int4x"), "--dtype int4x"),
-        (("--task", "{tmp}/own.toml", "--kv-dtype", "int4"), "--kv-dtype int4 is not known"),
+        (("--task", "{tmp}/own.toml", "--kv-dtype", "int3"), "--kv-dtype int3 is not known"),
         (
             ("--task", "{tmp}/own.toml", "--kv-dtype", "int8", "--engine", "decoder"),
             "--kv-dtype int8 is an option of the inference",

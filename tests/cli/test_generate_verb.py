@@ -128,6 +128,23 @@ def test_beams_are_searched_and_the_best_printed(capsys: pytest.CaptureFixture[s
     assert "--length-penalty needs --beams" in refused(capsys, "generate", str(model), "--prompt", "x", "--length-penalty", "2")
 
 
+def test_answers_have_the_form_that_a_file_or_an_expression_gives(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"enum": ["red", "blue"], "x-guidance": {"whitespace_flexible": False}}))
+    options = ("generate", str(model), "--prompt", PROMPT, "--max-tokens", "40", "--threads", "1", "--seed", "1")
+    out, _ = run(capsys, *options, "--json-schema", str(file), "--json")
+    (answer,) = json.loads(out)["outputs"]
+    assert json.loads(answer["text"]) in ("red", "blue")
+    out, _ = run(capsys, *options, "--regex", "[xy]{5}")
+    assert set(out.strip()) <= {"x", "y"}
+    assert "both give the answer's form" in refused(capsys, *options, "--regex", "a", "--json-schema", str(file))
+    assert "is missing" in refused(capsys, *options, "--json-schema", str(tmp_path / "other.json"))
+    assert "regular expression cannot be used" in refused(capsys, *options, "--regex", "a(")
+
+
 def test_a_run_that_fails_is_recorded_as_failed(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert "--max-model-len 4" in refused(capsys, "generate", str(model), "--prompt", PROMPT, "--max-model-len", "4")
     assert [run.status for run in Ledger().runs("generate")] == ["failed"]

@@ -98,7 +98,7 @@ def test_experts_over_more_devices_than_tensor(plan: Run) -> None:
         (("--batch", "1" + 20 * "0"), "must be at most 1,000,000,000,000,000"),
         (("--tensor", "2", "--slo-tpot-ms", "0.1", "--rate", "1"), "no number of replicas"),
         (("--scheme", "int3"), "int3"),
-        (("--kv-dtype", "int4"), "--kv-dtype int4"),
+        (("--kv-dtype", "int3"), "--kv-dtype int3"),
         (("--tensor", "1"), "DOES NOT FIT: bf16 weights take 131 GiB"),
         (("--tensor", "1"), "Would fit: --tp 2; or --scheme fp8."),
     ],

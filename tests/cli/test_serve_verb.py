@@ -178,6 +178,12 @@ def test_every_quantity_of_the_prediction_is_measured_or_has_a_reason(
     assert ("ttft_s" in scored) == alike
     assert "twostroke_engine_peak_memory_bytes" in metrics
     assert "twostroke_http_peak_memory_bytes" in metrics
+    (generated,) = re.findall(r"^twostroke_engine_output_tokens (\S+)$", metrics, re.MULTILINE)
+    assert 3 * output_tokens <= float(generated) <= 3 * output_tokens + 4  # the engine warms up with a few of its own
+    for name in ("ttft", "tpot", "e2e"):
+        labels = f'latency="{name}",output_tokens="128",prompt_tokens="256"'
+        (shown,) = re.findall(rf"twostroke_predicted_seconds{{{labels}}} (\S+)", metrics)
+        assert float(shown) == pytest.approx(run.prediction[f"{name}_s"]["value"])
 
 
 @pytest.mark.parametrize(("options", "found"), [([], [0, 0, 32, 32]), (["--share-prefixes"], [0, 32, 32, 32])])

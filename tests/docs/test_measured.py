@@ -34,7 +34,7 @@ LIMITS: dict[str, tuple[str, str, float]] = {
     "headers ends after 10 s": ("twostroke.server.connections", "HEADERS_TIMEOUT_S", 1.0),
     "reads nothing for 60 s": ("twostroke.server.connections", "SEND_TIMEOUT_S", 1.0),
     "at most 64 MiB each": ("twostroke.server.admission", "OUTGOING_BYTES", 2.0**20),
-    "(256 MiB": ("twostroke.data.template_sandbox", "MEMORY_BYTES", 2.0**20),
+    "(256 MiB": ("twostroke.data.sandbox", "MEMORY_BYTES", 2.0**20),
     "2 s a text": ("twostroke.data.template_sandbox", "RENDER_S", 1.0),
     "(4 MiB": ("twostroke.core.documents", "MAX_DOCUMENT_BYTES", 2.0**20),
     "a recipe 256 KiB": ("twostroke.core.documents", "MAX_TOML_BYTES", 2.0**10),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import sys
@@ -13,6 +14,7 @@ import torch
 from twostroke.core.errors import InputError
 from twostroke.engine import adjust
 from twostroke.engine.adjust import Adjusted, adjuster_of, plain_adjust
+from twostroke.engine.grammars import Matcher
 from twostroke.engine.sampler import sample
 from twostroke.kernels.native_library import library
 from twostroke.scheduling.request import Request
@@ -38,12 +40,32 @@ def any_request(rng: random.Random) -> Request:
     return request
 
 
+class AnyForm:
+    """Allows tokens at random, in words of which many are all or nothing."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.words = np.array([rng.choice((0, 2**32 - 1, rng.getrandbits(32))) for _ in range(-(-V // 32))], np.uint32)
+
+    def unsafe_compute_mask_ptr(self, address: int, n_bytes: int) -> None:
+        assert n_bytes == self.words.nbytes
+        ctypes.memmove(address, self.words.ctypes.data, n_bytes)
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+
 @pytest.mark.skipif(library() is None, reason="the native library was not built")
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_the_library_changes_rows_as_the_reference_does_and_puts_them_back(n_threads: int) -> None:
     rng = random.Random(n_threads)
     for _ in range(60):
         requests = [any_request(rng) for _ in range(rng.randint(1, 9))]
+        for request in requests:
+            if rng.random() < 0.4:
+                request.matcher = Matcher(AnyForm(rng), request.n_prompt, V, frozenset())
         logits = torch.randn(12, V, generator=torch.Generator().manual_seed(rng.randrange(99))) * 4
         before, rows = logits.clone(), rng.sample(range(12), len(requests))
         expected = logits.clone()

@@ -47,7 +47,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 100},
     "deepseek_v3": {},
 }
-FORMATS = [*((weights, "bf16") for weights in ASKED), *itertools.product(("bf16", "int8"), ("fp32", "int8"))]
+FORMATS = [
+    *((weights, "bf16") for weights in ASKED), *itertools.product(("bf16", "int8"), ("fp32", "int8")), ("bf16", "int4"),
+]  # fmt: skip
 DRAWN = SamplingParams(temperature=1.0, seed=11, max_tokens=7, ignore_eos=True, logprobs=5, prompt_logprobs=5)
 
 

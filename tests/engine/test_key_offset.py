@@ -40,20 +40,21 @@ def scores(engine: EngineCore) -> torch.Tensor:
     return torch.from_numpy(token_scores(engine, [(ids, 1)])[0][0])
 
 
+@pytest.mark.parametrize(("kv", "times"), [("int8", 4), ("int4", 2)])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_an_int8_cache_without_the_offset_loses_many_times_as_much(
-    biased: Path, runner: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_in_codes_without_the_offset_loses_times_as_much(
+    biased: Path, runner: str, kv: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = scores(engine_of(biased, runner, "fp32"))
-    engine = engine_of(biased, runner, "int8")
+    engine = engine_of(biased, runner, kv)
     assert isinstance(engine.pool, TiledKVPool)
     assert float(engine.pool.key_offset.abs().amax()) > 100
     assert engine.scheduler.pool.n_used == 0
     monkeypatch.setattr(engine_core, "centre_keys", lambda *parts: None)
-    without = engine_of(biased, runner, "int8")
+    without = engine_of(biased, runner, kv)
     error, other = (float((scores(e) - exact).square().mean().sqrt()) for e in (engine, without))
     print(f"error {error:.2e}, without the offset {other:.2e}")
-    assert error < other / 4
+    assert error < other / times
 
 
 @pytest.mark.skipif(library() is None, reason="the library was not built")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from machines import machine, small_llama
 from small_models import SPECS, saved
 from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.schemes import CACHE_TYPES
 from twostroke.engine import plan as p
 from twostroke.engine.achieved import Achieved, PhaseRates, achieved, product_of
 from twostroke.engine.core import EngineCore
@@ -59,7 +60,7 @@ def decode(core: EngineCore, prompts: list[list[int]], n_tokens: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", CACHE_TYPES)
 @pytest.mark.parametrize("head", ["auto", "int8"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_reads_what_was_packed_and_the_cache_it_attends_to(tmp_path: Path, weights: str, head: str, kv: str) -> None:

@@ -108,7 +108,8 @@ def without_culprit(directory: Path, runner: str, kv_dtype: str) -> list[tuple[l
 
 @pytest.mark.parametrize("culprit", [aborted, timed_out, to_its_end, begin])
 @pytest.mark.parametrize(
-    ("runner", "kv_dtype"), [("native", "fp32"), ("native", "bf16"), ("native", "int8"), ("torch", "fp32"), ("torch", "bf16")]
+    ("runner", "kv_dtype"),
+    [("native", "fp32"), ("native", "bf16"), ("native", "int8"), ("native", "int4"), ("torch", "fp32"), ("torch", "bf16")],
 )
 def test_innocent_requests_answer_as_without_a_culprit(directory: Path, runner: str, kv_dtype: str, culprit: Culprit) -> None:
     if runner == "native" and library() is None:

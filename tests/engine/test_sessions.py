@@ -39,7 +39,8 @@ def conversation(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
-    "settings", [{}, {"kv_dtype": "int8"}, {"dtype": "bf16"}, {"dtype": "int8"}, {"separate_prefixes": True}]
+    "settings",
+    [{}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"dtype": "bf16"}, {"dtype": "int8"}, {"separate_prefixes": True}],
 )
 def test_a_loaded_conversation_goes_on_as_before(llama: Path, tmp_path: Path, settings: dict[str, Any], runner: str) -> None:
     first = opened(llama, runner=runner, **settings)

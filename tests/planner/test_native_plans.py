@@ -251,6 +251,10 @@ def test_schemes_and_heads_and_caches_change_the_plan() -> None:
         < 0.6 * base.memory_bytes["kv_cache"]
         < base.kv_cache_bytes
     )
+    in_codes = {name: plan(prompt_tokens=800, batch=8, kv_dtype=name) for name in ("int8", "int4")}
+    assert in_codes["int4"].kv_bytes_per_token < 0.7 * in_codes["int8"].kv_bytes_per_token
+    assert in_codes["int4"].memory_bytes["kv_cache"] < in_codes["int8"].memory_bytes["kv_cache"]
+    assert in_codes["int4"].tpot_s <= in_codes["int8"].tpot_s <= base.tpot_s
     assert plan(head_dtype="int8").memory_bytes["weights"] < base.memory_bytes["weights"]
     sizes = [plan(scheme=f"int4-g{group}").memory_bytes["weights"] for group in (32, 64, 128)]
     assert sizes == sorted(sizes, reverse=True)

@@ -25,6 +25,9 @@ def test_llama_3_8b_needs_one_gib_of_kv_cache_at_8k(assets: Path) -> None:
     spec = read_spec(assets / "configs/hf/Meta-Llama-3-8B.json")
     assert kv_bytes_per_token(spec, "bf16") == 131_072
     assert 8192 * kv_bytes_per_token(spec, "bf16") == 1.00 * GIB
+    scales = 32 * 2 * 8 * 4  # layers, keys and values, heads, bytes
+    assert kv_bytes_per_token(spec, "int8") == 131_072 / 2 + scales
+    assert kv_bytes_per_token(spec, "int4") == 131_072 / 4 + scales
 
 
 def test_llama_3_70b_needs_320_kib_a_token(assets: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from test_page import QUANTILES, RECIPE
 
+from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from machines import profile, small_llama
 from twostroke.core.profile import read_fingerprint, save_profile
 from twostroke.ledger.store import Ledger

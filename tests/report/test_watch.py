@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from test_run_reader import append, begin_run, line
 
+from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from twostroke.core.errors import InputError
 from twostroke.ledger.store import Ledger
 from twostroke.report.run_reader import RunReader

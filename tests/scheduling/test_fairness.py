@@ -8,11 +8,12 @@ import time
 
 import pytest
 
+from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS
 from twostroke.scheduling import page_lists
 from twostroke.scheduling.accounts import Account
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import MOST_PASSED, ScheduledStep, Scheduler, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 
@@ -60,13 +61,80 @@ def test_long_prompts_of_two_clients_alternate_and_those_of_one_go_in_order() ->
     run_all(s)
 
 
+def admissions(scheduler: Scheduler) -> list[str]:
+    """The requests in the order in which they were first computed."""
+    order: dict[str, None] = {}
+    for _ in range(500):
+        if not scheduler.has_work:
+            break
+        order |= dict.fromkeys(r.id for r in run_step(scheduler).requests)
+    return list(order)
+
+
+def with_a_known_prompt(max_running: int = 1) -> Scheduler:
+    """Its tree holds the prompt of ``request(first=0)``."""
+    s = make(max_running=max_running, n_pages=200)
+    s.add(request("before", 12, first=0))
+    run_all(s)
+    return s
+
+
+def test_of_one_clients_requests_the_one_whose_prompt_is_cached_goes_first() -> None:
+    s = with_a_known_prompt()
+    for name, first in (("cold", 1000), ("warm", 0), ("colder", 2000)):
+        s.add(request(name, 12, first=first))
+    assert admissions(s) == ["warm", "cold", "colder"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("client", "another"), ("priority", 1)])
+def test_a_cached_prompt_passes_no_other_client_and_no_higher_priority(field: str, value: object) -> None:
+    s = with_a_known_prompt()
+    s.add(request("cold", 12, first=1000))
+    s.add(request("warm", 12, first=0, **{field: value}))
+    assert admissions(s) == ["cold", "warm"]
+
+
+def test_cached_prompts_pass_a_request_a_limited_number_of_times() -> None:
+    s = with_a_known_prompt()
+    s.add(request("cold", 12, first=1000))
+    for i in range(MOST_PASSED + 3):
+        s.add(request(f"warm{i}", 12, first=0))
+    assert admissions(s).index("cold") == MOST_PASSED
+
+
+def test_a_cached_prompt_that_lacks_pages_holds_up_nobody() -> None:
+    s = with_a_known_prompt(max_running=2)
+    s.add(request("running", 12, max_tokens=300, first=3000))
+    run_step(s)
+    s.pool.allocate(s.pool.n_free - 12)  # what is left is enough for the short prompt alone
+    s.add(request("short", 12, first=1000))
+    s.add(request("long", 80, first=0))
+    run_step(s)
+    assert s.requests["short"].n_computed
+    assert not s.requests["long"].n_computed
+
+
 def test_a_prompt_of_higher_priority_overtakes_one_that_is_under_way() -> None:
     s = make(n_pages=200)
     s.add(request("low", 300, priority=1))
     run_step(s)
     s.add(request("high", 20, first=1000, priority=0))
     assert run_step(s).by_request() == {"high": 16}
-    assert run_step(s).by_request() == {"high": 4, "low": 12}
+    assert run_step(s).by_request() == {"high": 4}, "nothing that the first token would wait for"
+    assert run_step(s).by_request() == {"high": 1, "low": 15}
+
+
+def test_prompts_behind_others_get_a_part_of_a_step_and_none_beside_a_prompt_before_them() -> None:
+    s = make(token_budget=512, max_running=8, n_pages=1000, max_model_len=1000)
+    for i in range(3):
+        s.add(request(f"low{i}", 20, first=1000 * i, priority=1))
+    assert run_step(s).by_request() == {"low0": 20, "low1": BEHIND_TOKENS - 20}
+    assert run_step(s).by_request() == {"low0": 1, "low1": 8, "low2": 20}
+    s.add(request("low3", 100, first=5000, priority=1))
+    s.add(request("high", 300, first=9000))
+    assert run_step(s).by_request() == {"low0": 1, "low1": 1, "low2": 1, "high": 300}
+    assert run_step(s).by_request() == {"low0": 1, "low1": 1, "low2": 1, "high": 1, "low3": BESIDE_TOKENS}
+    run_all(s)
 
 
 @pytest.mark.parametrize("lacking", ["slots", "pages"])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from serving import Served, echo_server
 
@@ -34,3 +35,9 @@ def echo(echo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One echo server for the tests of a module that leave it as they found it."""
     with echo_server(echo_model, tmp_path_factory.mktemp("echo")) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def web(echo: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=echo.url, timeout=20, trust_env=False) as client:
+        yield client

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Event:
     finish_reason: str | None = None
     index: int = 0
     prompt_logprobs: Any = None
+    cached_tokens: int = 0
+    embedding: Any = None
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Stats:
     pages_used: int
     pages_total: int
     steps: int
+    output_tokens: int
     label: str = "not a number"
 
 
@@ -62,8 +66,15 @@ class Running:
 class EchoEngine:
     requests: dict[tuple[str, int], Running] = field(default_factory=dict)  # by id and index of the answer
     steps: int = 0
+    output_tokens: int = 0
     step_s: float = 0.0
     adapters: dict[str, Path] = field(default_factory=dict)
+
+    def prepare(self, params: Any) -> None:
+        if params.constraint.text == "slow":
+            time.sleep(0.5)
+        if params.constraint.text == "refuse":
+            raise InputError("the constraint is refused by the echo engine.")
 
     def load_adapter(self, name: str, directory: Path) -> None:
         if not directory.is_dir():
@@ -108,6 +119,14 @@ class EchoEngine:
         events = []
         for (request_id, index), request in list(self.requests.items()):
             first = request.tokens[0]
+            if request.params.pooling is not None and first != SLOW:
+                # Of the echo model's 16 numbers: the mean of the tokens or the last one, and how many there are. A slow prompt
+                # ends without a vector, as it would at a timeout.
+                tokens = request.tokens if request.params.pooling == "mean" else request.tokens[-1:]
+                vector = array("f", [sum(tokens) / len(tokens), len(request.tokens), *[0.25] * 14])
+                events.append(Event(request_id, [], finish_reason="length", embedding=vector))
+                del self.requests[request_id, index]
+                continue
             if first == FAIL_IN_STEP:
                 raise RuntimeError("as asked")
             if first == HANG_IN_STEP:
@@ -121,6 +140,7 @@ class EchoEngine:
             token = (request.tokens[-1] + 1) % (VOCAB - 10)
             request.tokens.append(token)
             request.n_output += 1
+            self.output_tokens += 1
             finish = "length" if request.n_output >= request.params.max_tokens else None
             logprobs = None
             if request.params.logprobs is not None:
@@ -139,7 +159,7 @@ class EchoEngine:
 
     def stats(self) -> Stats:
         pages = sum(-(-len(r.tokens) // PAGE_TOKENS) for r in self.requests.values())
-        return Stats(len(self.requests), pages, 1000, self.steps)
+        return Stats(len(self.requests), pages, 1000, self.steps, self.output_tokens)
 
 
 def main() -> int:
@@ -159,7 +179,7 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0)
+        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo")
 
     return serve_engine(args.socket, args.parent_pid, load)
 

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--max-concurrent", type=int, default=128)
     parser.add_argument("--grace-s", type=float, default=90.0)
     parser.add_argument("--api-key-file", type=Path)
+    parser.add_argument("--files-dir", type=Path)
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--plain", action="store_true")
@@ -55,6 +56,7 @@ def main() -> int:
         args.api_key_file,
         args.max_concurrent,
         args.grace_s,
+        files_dir=args.files_dir,
         extra=tuple(args.engine),
     )
     listener = bind(args.host, 0)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
@@ -64,3 +65,13 @@ def echo_server(
             process.kill()
         process.wait()
         process.stdout.close()
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Server-sent events, each of whose names is its data's type."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

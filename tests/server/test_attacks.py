@@ -170,14 +170,17 @@ def test_many_streams_of_any_bytes_are_the_whole_answers(served: Served) -> None
 # Keys, names, smuggling.
 
 PATHS = (
-    "/", "/v1", "/v1/", "/v1/models", "/v1/models/echo", "/v1/models/../models", "/v1/completions", "/v1/completions/",
+    "/v1", "/v1/", "/v1/models", "/v1/models/echo", "/v1/models/../models", "/v1/completions", "/v1/completions/",
     "/v1/chat/completions", "/metrics", "/openapi.json", "/docs", "/redoc", "//v1/models", "/%76%31/models", "/health/",
-    "/ready/x", "/v1/models/%00",
+    "/ready/x", "/v1/models/%00", "/tokenize", "/detokenize", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/responses", "/score", "/v1/score", "/page/", "/page/../metrics", "/page/%2e%2e/page.py", "/page.py",
 )  # fmt: skip
 
 
 @BOTH
-def test_no_path_is_open_without_a_key_but_the_probes(echo_model: Path, tmp_path: Path, options: list[str]) -> None:
+def test_no_path_is_open_without_a_key_but_the_probes_and_the_page(
+    echo_model: Path, tmp_path: Path, options: list[str]
+) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text("sesame\n")
     with echo_server(echo_model, tmp_path, [*options, "--api-key-file", str(key_file)]) as server:
@@ -185,7 +188,7 @@ def test_no_path_is_open_without_a_key_but_the_probes(echo_model: Path, tmp_path
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 found = {path: web.request(method, path).status_code for path in PATHS}
                 assert set(found.values()) == {401}, (method, found)
-            assert web.get("/health").status_code == web.get("/ready").status_code == 200
+            assert web.get("/health").status_code == web.get("/ready").status_code == web.get("/").status_code == 200
         with connect(server.url) as peer:  # refused by its headers: the body is not waited for
             peer.sendall(post(BODY, headers="authorization: Bearer guess\r\n", length=1_900_000))
             assert status_of(answer_of(peer)) == 401

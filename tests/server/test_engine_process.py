@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from twostroke.scheduling.constraint import Constraint
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
 from twostroke.server.launch import EngineChild, launch_engine
@@ -169,6 +171,33 @@ def test_requests_of_a_peer_that_goes_away_are_aborted(engine: tuple[EngineChild
     deadline = time.monotonic() + 5
     while peer.stats()["running"]:
         assert time.monotonic() < deadline
+
+
+def of_form(text: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=2, constraint=Constraint.regex(text), **fields)
+
+
+def test_a_constraint_is_compiled_beside_the_steps_of_others(engine: tuple[EngineChild, Peer]) -> None:
+    child, peer = engine
+    other = Peer(child.socket_path)
+    began = time.monotonic()
+    other.send(wire.Add("gone", [1], of_form("slow")))
+    peer.send(
+        wire.Add("slow", [1], of_form("slow", n=2)), wire.Add("never", [1], of_form("a")),
+        wire.Add("free", [7], SamplingParams(max_tokens=3)), wire.Abort("slow", 1), wire.Abort("never"),
+    )  # fmt: skip
+    assert peer.tokens("free") == [8, 9, 10]
+    assert time.monotonic() - began < 0.45, "it does not wait for the others"
+    other.close()
+    assert peer.tokens("slow") == [2, 3]
+    peer.send(wire.Add("bad", [1], of_form("refuse")))
+    failed = peer.kind(wire.Failed)
+    assert isinstance(failed, wire.Failed)
+    assert (failed.request_id, failed.kind) == ("bad", "input")
+    assert "the constraint is refused" in failed.message
+    peer.send(wire.Add("after", [5], of_form("b")))
+    assert peer.tokens("after") == [6, 7]
+    assert peer.stats()["running"] == 0, "what was aborted, or whose peer has gone, was not begun"
 
 
 def test_an_abort_frees_the_request_within_one_step(engine: tuple[EngineChild, Peer]) -> None:

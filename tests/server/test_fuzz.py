@@ -11,11 +11,29 @@ import httpx
 import pytest
 from serving import Served
 
-from twostroke.server import protocol
+from twostroke.server import embeddings_api, messages_api, protocol, responses_api, tokens_api
 
-KINDS = (protocol.CompletionRequest, protocol.ChatRequest, protocol.ScoreRequest)
-FIELDS = sorted({*(name for kind in KINDS for name in kind.__struct_fields__), *protocol.NEUTRAL})
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/score")
+HELLO: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "the fox"}]}
+APIS = (tokens_api, embeddings_api, messages_api, responses_api)
+KINDS: dict[str, Any] = {
+    "/v1/completions": protocol.CompletionRequest,
+    "/v1/chat/completions": protocol.ChatRequest,
+    "/v1/score": protocol.ScoreRequest,
+} | {path: kind for api in APIS for path, (_, kind) in api.ROUTES.items()}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "echo", "max_tokens": 3, "prompt": "the fox"},
+    "/v1/chat/completions": HELLO | {"max_tokens": 3},
+    "/v1/score": {"model": "echo", "text": "the fox"},
+    "/tokenize": HELLO,
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/embeddings": {"model": "echo", "input": ["the", "fox"]},
+    "/v1/messages": HELLO | {"max_tokens": 3},
+    "/v1/messages/count_tokens": HELLO,
+    "/v1/responses": {"model": "echo", "input": HELLO["messages"], "max_output_tokens": 3},
+}
+NEUTRAL = (protocol.NEUTRAL, tokens_api.NEUTRAL, messages_api.NEUTRAL, responses_api.NEUTRAL)
+FIELDS = sorted({name for kind in KINDS.values() for name in kind.__struct_fields__}.union(*NEUTRAL))
+ROUTES = tuple(KINDS)
 
 
 def any_value(rng: random.Random, depth: int = 0) -> Any:
@@ -30,16 +48,10 @@ def any_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def any_body(rng: random.Random, route: str) -> bytes:
-    """A valid request with some fields replaced, then perhaps some bytes."""
-    body: dict[str, Any] = {"model": "echo", "max_tokens": 3}
-    if route.endswith("score"):
-        body = {"model": "echo", "text": "the fox"}
-    elif route.endswith("chat/completions"):
-        body["messages"] = [{"role": "user", "content": "the fox"}]
-    else:
-        body["prompt"] = "the fox"
+    """A valid request with some fields replaced, most of them its route's, then perhaps some bytes."""
+    body = dict(BODIES[route])
     for _ in range(rng.randrange(4)):
-        body[rng.choice(FIELDS)] = any_value(rng)
+        body[rng.choice(FIELDS if rng.random() < 0.3 else KINDS[route].__struct_fields__)] = any_value(rng)
     data = bytearray(json.dumps(body).encode())
     if rng.random() < 0.2:
         for _ in range(rng.randrange(1, 4)):

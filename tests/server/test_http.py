@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ import pytest
 from serving import SOURCE, Served, echo_command, echo_server, environment
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "the fox", "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def web(echo: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo.url, timeout=20, trust_env=False) as client:
-        yield client
 
 
 def metric(web: httpx.Client, name: str) -> float:
@@ -61,6 +54,12 @@ def events(response: httpx.Response) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
+def usage(prompt: int, output: int) -> dict[str, Any]:
+    """Of an answer for which nothing was cached."""
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output} | details
+
+
 def test_a_server_answers_for_its_life_and_its_readiness(web: httpx.Client) -> None:
     assert web.get("/health").json() == {"status": "ok"}
     assert (web.get("/ready").status_code, web.get("/ready").json()) == (200, {"status": "ready"})
@@ -76,7 +75,7 @@ def test_models_are_listed_and_described(web: httpx.Client) -> None:
 def test_a_completion_carries_text_reason_and_usage(web: httpx.Client) -> None:
     answer = web.post("/v1/completions", json=BODY | {"prompt": [35, 36]}).json()
     assert answer["choices"] == [{"index": 0, "text": "EFGH", "logprobs": None, "finish_reason": "length"}]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+    assert answer["usage"] == usage(2, 4)
 
 
 def test_several_prompts_give_as_many_choices_in_order(web: httpx.Client) -> None:
@@ -207,7 +206,7 @@ def test_n_answers_have_an_index_a_text_and_a_reason_each(web: httpx.Client) -> 
     answer = web.post("/v1/completions", json=body).json()
     texts = [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]]
     assert texts == [(0, "DEF", "length"), (1, "NOP", "length"), (2, "bcd", "length"), (3, "lmn", "length")]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14}  # a prompt is computed once
+    assert answer["usage"] == usage(2, 12)  # a prompt is computed once
     *chunks, done = events(web.post("/v1/completions", json=body | {"stream": True}))
     assert done == "[DONE]"
     for choice in answer["choices"]:
@@ -258,7 +257,7 @@ def test_a_prompt_can_be_scored_without_writing(web: httpx.Client, n: int) -> No
     assert [c["text"] for c in answer["choices"]] == ["ABC"] * n + ["HI"] * n
     assert [c["logprobs"]["token_logprobs"] for c in answer["choices"]] == [[None, -0.5, -1.5]] * n + [[None, -0.5]] * n
     assert [c["finish_reason"] for c in answer["choices"]] == ["length"] * 2 * n
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert answer["usage"] == usage(5, 0)
 
 
 def test_a_prompt_of_text_is_echoed_as_it_was_written(web: httpx.Client) -> None:

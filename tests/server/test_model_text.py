@@ -157,3 +157,9 @@ def test_loading_does_not_write_the_vocabulary_out(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("twostroke.server.text.load_tokenizer", lambda _: fake)
     ModelText(tmp_path)
     fake.to_str.assert_not_called()
+
+
+def test_a_model_without_a_template_says_so(model_text: ModelText, echo_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((echo_model / name).read_bytes())
+    assert (model_text.has_template, ModelText(tmp_path).has_template) == (True, False)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +26,14 @@ from real_model import greedy_reference, make_model
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.server import protocol
+from twostroke.server import embeddings_api, messages_api, protocol, responses_api, tokens_api
 
 PROMPT = "def add_argument(self, name):\n    return "
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "assistant:"
+)
 
 
 @dataclass
@@ -48,6 +54,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     model = make_model(directory / "tiny")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--dtype", "fp32", "--json"]
     with (directory / "stderr").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(directory))
@@ -117,7 +124,49 @@ def test_a_stream_adds_up_to_the_whole_and_reports_usage(server: Server) -> None
         whole = client.completions.create(**request)  # type: ignore[call-overload]
         chunks = list(client.completions.create(**request, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
-    assert chunks[-1].usage == whole.usage
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert {c.system_fingerprint for c in chunks} == {whole.system_fingerprint}
+    assert whole.system_fingerprint.startswith("fp_")
+
+
+def test_usage_says_how_much_of_a_prompt_was_cached(server: Server) -> None:
+    prompt = "def cached_tokens(self):\n    " * 4
+    with server.client() as client:
+        first, second = (client.completions.create(model="tiny", prompt=prompt, max_tokens=2, n=2).usage for _ in range(2))
+        pieces = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=2, stream=True, stream_options={"include_usage": True}
+        )
+        (streamed,) = [chunk.usage for chunk in pieces if chunk.usage]
+    assert first.prompt_tokens_details.cached_tokens < 16
+    for usage in (second, streamed):
+        assert first.prompt_tokens - 17 <= usage.prompt_tokens_details.cached_tokens < first.prompt_tokens
+
+
+def test_embeddings_are_those_of_the_engine(server: Server) -> None:
+    texts = [PROMPT, "import", PROMPT * 9]
+    llm = LLM(server.model, dtype="fp32")
+    with server.client() as client:
+        for pooling in ("mean", "last"):
+            answer = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
+            expected = llm.embed(texts, pooling)  # type: ignore[arg-type]
+            for item, vector in zip(answer.data, expected, strict=True):
+                assert item.embedding == pytest.approx(vector.tolist(), abs=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(load_tokenizer(server.model).encode(text).ids) for text in texts)
+    all_free(server)
+
+
+def test_all_forms_of_a_chat_give_one_text(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    with server.client() as client:
+        chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+        response = client.responses.create(model="tiny", input="Hello", max_output_tokens=8, temperature=0)
+    body = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    message = httpx.post(f"{server.url}/v1/messages", json=body, trust_env=False, timeout=30).json()
+    assert response.output_text == message["content"][0]["text"] == chat.choices[0].message.content
+    cached = message["usage"]["cache_read_input_tokens"]
+    assert message["usage"]["input_tokens"] + cached == chat.usage.prompt_tokens == response.usage.input_tokens
+    assert message["system_fingerprint"] == chat.system_fingerprint
 
 
 def test_a_chat_is_answered_and_streamed(server: Server) -> None:
@@ -292,18 +341,24 @@ ABSURD = (None, True, -1, 0, 2**31, 10**40, -0.5, 1e308, "", "x", [], [-1], [2**
 
 def test_absurd_values_get_a_sentence_and_the_engine_lives(server: Server) -> None:
     before = server.metric("twostroke_engine_restarts")
-    bodies = {
-        "completions": ({"prompt": PROMPT}, protocol.CompletionRequest),
-        "chat/completions": ({"messages": [{"role": "user", "content": "Hi"}]}, protocol.ChatRequest),
-        "score": ({"text": PROMPT}, protocol.ScoreRequest),
+    hello = {"messages": [{"role": "user", "content": "Hi"}]}
+    bodies: dict[str, tuple[dict[str, object], type]] = {
+        "/v1/completions": ({"prompt": PROMPT, "max_tokens": 2}, protocol.CompletionRequest),
+        "/v1/chat/completions": (hello | {"max_tokens": 2}, protocol.ChatRequest),
+        "/v1/score": ({"text": PROMPT}, protocol.ScoreRequest),
+        "/tokenize": ({}, tokens_api.TokenizeRequest),
+        "/detokenize": ({"tokens": [1]}, tokens_api.DetokenizeRequest),
+        "/v1/embeddings": ({"input": PROMPT}, embeddings_api.EmbeddingRequest),
+        "/v1/messages": (hello | {"max_tokens": 2}, messages_api.MessagesRequest),
+        "/v1/messages/count_tokens": (hello, messages_api.CountRequest),
+        "/v1/responses": ({"input": "Hi", "max_output_tokens": 2}, responses_api.ResponsesRequest),
     }
     statuses: set[int] = set()
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as web:
         for route, (body, kind) in bodies.items():
-            for name in kind.__struct_fields__:
+            for name in kind.__struct_fields__:  # type: ignore[attr-defined]
                 for value in ABSURD:
-                    length = {} if route == "score" else {"max_tokens": 2}
-                    response = web.post(f"/v1/{route}", json={"model": "tiny", **length, **body, name: value})
+                    response = web.post(route, json={"model": "tiny", **body, name: value})
                     statuses.add(response.status_code)
                     assert response.status_code == 200 or 400 <= response.status_code < 500, (name, value, response.text)
                     if response.status_code != 200:
@@ -375,13 +430,38 @@ def test_what_changes_nothing_or_is_understood_is_accepted(server: Server, name:
         assert client.chat.completions.create(**request).choices[0].finish_reason in ("length", "stop")  # type: ignore[call-overload]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def json_format(schema: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}}
+
+
 REFUSED = {
-    "tools": {"tools": [TOOL]},
+    "tools": {"tools": [TOOL], "response_format": {"type": "json_object"}},
+    "tools[0].function.parameters": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}],
+        "tool_choice": "required",
+    },
     "tool_choice": {"tools": [], "tool_choice": "required"},
-    "messages[1].role": {"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1", "content": "x"}]},
-    "messages[1].tool_calls": {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    "messages[1].tool_call_id": {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]},
+    "messages[1].tool_calls": {"messages": [*MESSAGES, {"role": "user", "content": "", "tool_calls": [CALL]}]},
+    "messages[1].tool_calls[0].function": {
+        "messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    },
+    "messages[1].tool_calls[0].function.arguments": {
+        "messages": [
+            *MESSAGES,
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1"}}]},
+        ]
+    },
     "messages[0].content": {"messages": [{"role": "user", "content": None}]},
-    "response_format": {"response_format": {"type": "json_object"}},
+    "response_format.json_schema.schema": json_format({"type": "nonsense"}),
+    "guided_regex": {"extra_body": {"guided_regex": "a("}},
+    "structured_outputs.grammar": {"extra_body": {"structured_outputs": {"grammar": "nonsense"}}},
+    "structured_outputs": {"extra_body": {"structured_outputs": {"regex": "a", "json": {}}}},
+    "guided_choice": {"extra_body": {"guided_choice": ["a"]}, "response_format": {"type": "json_object"}},
+    "min_tokens": {"extra_body": {"min_tokens": 2}, "response_format": {"type": "json_object"}},
     "store": {"store": True},
     "verbosity": {"verbosity": "low"},
     "prediction": {"prediction": {"type": "content", "content": "x"}},
@@ -409,11 +489,136 @@ def test_what_completions_do_not_do_is_refused_by_its_name(server: Server, field
     assert [caught.value.param] == [*field]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "n"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def is_valid(text: str | None) -> bool:
+    found = json.loads(text or "")
+    return set(found) == {"kind", "n"} and found["kind"] in ("a", "b") and found["n"] in range(10)
+
+
+def test_answers_have_the_form_that_was_asked_for(server: Server) -> None:
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "temperature": 1.0, "seed": 4, **json_format(SCHEMA)}
+    with server.client() as client:
+        whole = client.chat.completions.create(**request, n=4)  # type: ignore[call-overload]
+        assert all(is_valid(choice.message.content) for choice in whole.choices)
+        assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+        chunks = list(client.chat.completions.create(**request, stream=True))  # type: ignore[call-overload]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+        for extra, pattern in (
+            ({"structured_outputs": {"regex": "[a-c]{2}-[0-9]"}}, "[a-c]{2}-[0-9]"),
+            ({"guided_regex": "x{3}"}, "xxx"),
+            ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+            ({"guided_choice": ["one", "two"]}, "one|two"),
+            ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ):
+            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, seed=1, extra_body=extra)
+            assert re.fullmatch(pattern, answer.choices[0].text), (extra, answer.choices[0].text)
+        for extra in ({"guided_json": SCHEMA}, {"structured_outputs": {"json": json.dumps(SCHEMA)}}):
+            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, extra_body=extra)
+            assert is_valid(answer.choices[0].text)
+
+
+def tool(name: str, **properties: object) -> dict[str, object]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
+
+
+TOOLS = [tool("look", place={"enum": ["here", "there"]}), tool("count", to={"$ref": "#/$defs/d"})]
+TOOLS[1]["function"]["parameters"]["$defs"] = {"d": {"type": "integer", "minimum": 1, "maximum": 5}}  # type: ignore[index]
+
+
+def check_call(name: str, arguments: str) -> None:
+    given = json.loads(arguments)
+    if name == "look":
+        assert given in ({"place": "here"}, {"place": "there"})
+    else:
+        assert (name, [*given], given["to"] in range(1, 6)) == ("count", ["to"], True)
+
+
+def test_required_tools_are_called_and_their_calls_are_history(server: Server) -> None:
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 90, "temperature": 1.0, "tools": TOOLS}
+    with server.client() as client:
+        whole = client.chat.completions.create(**request, tool_choice="required", parallel_tool_calls=False, n=4, seed=1)  # type: ignore[call-overload]
+        for choice in whole.choices:
+            (call,) = choice.message.tool_calls
+            check_call(call.function.name, call.function.arguments)
+            assert (choice.finish_reason, choice.message.content, call.type) == ("tool_calls", None, "function")
+        assert len({call.id for choice in whole.choices for call in choice.message.tool_calls}) == 4
+        named = client.chat.completions.create(**request, tool_choice={"type": "function", "function": {"name": "count"}})  # type: ignore[call-overload]
+        (call,) = named.choices[0].message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+        assert call.function.name == "count"
+        message = whole.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "nothing"}
+        for history in (message, message.model_dump(), message.to_dict()):
+            again = client.chat.completions.create(**request | {"messages": [*MESSAGES, history, result], "max_tokens": 2})  # type: ignore[call-overload]
+            assert again.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_stream_of_calls_adds_up_to_the_whole(server: Server) -> None:
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 90, "temperature": 1.0, "seed": 8, "tools": TOOLS}
+    with server.client() as client:
+        whole = client.chat.completions.create(**request, tool_choice="required")  # type: ignore[call-overload]
+        chunks = list(client.chat.completions.create(**request, tool_choice="required", stream=True))  # type: ignore[call-overload]
+        with client.chat.completions.stream(**request, tool_choice="required", parallel_tool_calls=False) as stream:  # type: ignore[arg-type]
+            final = stream.get_final_completion()
+    names, arguments = dict[int, str](), dict[int, str]()
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.function.name is not None:
+                assert call.index not in names
+                assert call.id
+                names[call.index] = call.function.name
+            arguments[call.index] = arguments.get(call.index, "") + call.function.arguments
+    calls = whole.choices[0].message.tool_calls
+    assert [(names[i], arguments[i]) for i in sorted(names)] == [(c.function.name, c.function.arguments) for c in calls]
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[0].choices[0].delta.role == "assistant"
+    (call,) = final.choices[0].message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_a_model_may_call_strict_tools_or_not(server: Server) -> None:
+    strict = [{"type": "function", "function": each["function"] | {"strict": True}} for each in TOOLS]  # type: ignore[operator]
+    with server.client() as client:
+        request = {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "max_tokens": 60,
+            "temperature": 1.0,
+            "seed": 2,
+            "n": 4,
+            "tools": strict,
+        }
+        free = client.chat.completions.create(**request)  # type: ignore[call-overload]
+        # A bias towards the mark's first character makes a random model begin with it.
+        token = load_tokenizer(server.model).encode("<").ids[0]
+        led = client.chat.completions.create(**request, logit_bias={str(token): 100})  # type: ignore[call-overload]
+    assert {choice.finish_reason for choice in free.choices} <= {"length", "stop", "tool_calls"}
+    assert led.choices
+    for choice in (*free.choices, *led.choices):
+        if choice.finish_reason != "length":
+            for call in choice.message.tool_calls or ():
+                check_call(call.function.name, call.function.arguments)
+
+
 def test_routes_that_are_not_there_are_404(server: Server) -> None:
     with server.client() as client:
         calls = [
-            lambda: client.embeddings.create(model="tiny", input="x"),
-            lambda: client.responses.create(model="tiny", input="x"),
+            lambda: client.responses.retrieve("resp_1"),
             lambda: client.moderations.create(input="x"),
             lambda: client.files.list(),
             lambda: client.images.generate(prompt="x"),

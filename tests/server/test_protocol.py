@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from twostroke.scheduling.constraint import Constraint
 from twostroke.server import protocol
 from twostroke.server.errors import ApiError
 
@@ -45,7 +46,20 @@ def chat(**fields: Any) -> protocol.ChatRequest:
         ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
-        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_regex": "a" * 2**18}, "guided_regex"),
+        ({"guided_regex": "a+", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a+", "use_beam_search": True}, "use_beam_search"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"top_k": -2}, "top_k"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"suffix": "x"}, "suffix"),
@@ -97,7 +111,9 @@ def test_a_refused_completion_names_its_field(fields: dict[str, Any], param: str
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content[0].type"),
@@ -110,14 +126,19 @@ def test_a_refused_completion_names_its_field(fields: dict[str, Any], param: str
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"best_of": 1}, "best_of"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "returns": {}}}]}, "tools[0].function.returns"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}}, "response_format.json_schema"),
         ({"tools": {}, "tool_choice": "none"}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"verbosity": "high"}, "verbosity"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
         ({"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages[0].refusal"),
         ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "x"}}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "content": "", "function_call": []}]}, "messages[0].function_call"),
@@ -126,7 +147,7 @@ def test_a_refused_completion_names_its_field(fields: dict[str, Any], param: str
 )
 def test_a_refused_chat_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(**fields)
+        chat(**fields).sampling(max_tokens=5, logprobs=None)
     assert caught.value.status == 400
     assert caught.value.param == param
 
@@ -164,6 +185,44 @@ def test_an_answers_empty_parts_are_accepted_in_the_history() -> None:
 def test_tools_that_may_not_be_called_are_as_if_there_were_none() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert chat(tools=[tool], tool_choice="none") == chat(functions=[{"name": "f"}], function_call="none") == chat()
+
+
+def test_every_spelling_of_a_form_is_the_same_form() -> None:
+    schema = {"type": "object", "properties": {"é": {"type": "integer"}}}
+    text = json.dumps(schema, ensure_ascii=False)
+    spellings: list[dict[str, Any]] = [
+        {"guided_json": schema},
+        {"guided_json": text},
+        {"structured_outputs": {"json": schema}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": False}}},
+    ]
+    for fields in spellings:
+        constraint = chat(**fields).sampling(9, None).constraint
+        assert constraint is not None
+        assert (constraint.kind, json.loads(constraint.text)) == ("json_schema", schema)
+    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        assert chat(**fields).sampling(9, None).constraint == Constraint.json_object()
+    assert completion(guided_regex="a").sampling(9, None).constraint == Constraint.regex("a")
+    assert completion(structured_outputs={"grammar": "g"}).sampling(9, None).constraint == Constraint.grammar("g")
+    assert completion(guided_choice=["a", "b"]).sampling(9, None).constraint == Constraint.choice(["a", "b"])
+    for none in ({"response_format": {"type": "text"}}, {"guided_json": None}, {"response_format": None}):
+        assert chat(**none).sampling(9, None).constraint is None
+
+
+def test_calls_and_their_results_are_for_the_template() -> None:
+    function = {"name": "f", "arguments": {"a": [1, None]}}
+    calls = [
+        {"id": "1", "type": "function", "function": function | {"arguments": arguments}}
+        for arguments in (json.dumps(function["arguments"]), function["arguments"])
+    ]
+    messages = [
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "so"}]},
+    ]
+    first, second = chat(messages=messages).messages
+    call = {"id": "1", "type": "function", "function": function}
+    assert first.for_template() == {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    assert second.for_template() == {"role": "tool", "content": "so", "tool_call_id": "1"}
 
 
 def test_the_reasoning_effort_is_for_the_template() -> None:

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served, environment
+from serving import environment
 
 from real_model import make_model
 from twostroke.cli.main import main
@@ -23,14 +24,11 @@ from twostroke.data.tokenizer import load_tokenizer
 from twostroke.evaluation.encoding import Encoder
 from twostroke.evaluation.engine_scorer import EngineScorer
 from twostroke.kernels.native_library import library, why_absent
+from twostroke.server.answers import ScoreAnswer
+from twostroke.server.errors import ApiError
+from twostroke.server.wire import TokenLogprobs
 
 CONTEXT, TEXTS = "def add_argument(self, ", ["*args, **kwargs):\n    ", "name):", " prefix_chars='-'"]
-
-
-@pytest.fixture(scope="module")
-def web(echo: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo.url, timeout=20, trust_env=False) as client:
-        yield client
 
 
 def test_token_ids_are_scored_from_the_end_of_their_prompt_on(web: httpx.Client) -> None:
@@ -38,7 +36,11 @@ def test_token_ids_are_scored_from_the_end_of_their_prompt_on(web: httpx.Client)
     answer = web.post("/v1/score", json=body).json()
     assert web.post("/score", json=body).json()["data"] == answer["data"], "the route's other name"
     assert (answer["object"], answer["model"], answer["id"][:6]) == ("list", "echo", "score-")
-    assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": 0, "total_tokens": 9}
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (
+        9,
+        0,
+        9,
+    )
     # The echo engine gives place i of a prompt ln p = 0.5 − i, and its most probable token is 0.
     first = {"token_ids": [36, 0], "tokens": ["D", "<|endoftext|>"], "token_logprobs": [-2.5, -3.5]}
     assert answer["data"][0] == {"index": 0, "object": "score", "score": -6.0, "is_greedy": False, **first}
@@ -48,6 +50,16 @@ def test_token_ids_are_scored_from_the_end_of_their_prompt_on(web: httpx.Client)
     assert alone[0]["is_greedy"]
     nothing = web.post("/v1/score", json={"model": "echo", "text": [33]}).json()["data"][0]
     assert (nothing["score"], nothing["token_ids"]) == (0.0, [])
+
+
+def test_scores_that_did_not_come_in_time_are_an_error() -> None:
+    """What the engine had scored when ``timeout_s`` was over is no answer."""
+    choice = SimpleNamespace(index=0, prompt=SimpleNamespace(ids=[1, 2, 3], first=1), scores=[TokenLogprobs(-1.0, [])])
+    service: Any = SimpleNamespace(text=None, building=None)
+    generation: Any = SimpleNamespace(choices=[choice])
+    with pytest.raises(ApiError, match="within timeout_s") as refused:
+        asyncio.run(ScoreAnswer(service, generation).whole([[]]))
+    assert (refused.value.status, refused.value.param) == (408, "timeout_s")
 
 
 @pytest.mark.parametrize(

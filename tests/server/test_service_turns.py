@@ -27,7 +27,7 @@ class RecordingClient:
     """Takes requests and never answers."""
 
     ready = True
-    info = SimpleNamespace(max_model_len=4096)
+    info = SimpleNamespace(max_model_len=4096, fingerprint="f")
 
     def __init__(self) -> None:
         self.adapters = {"a": "folder"}
@@ -117,7 +117,7 @@ def test_a_request_that_is_refused_half_way_gives_its_places_back(echo_model: Pa
 def test_the_engine_process_hands_on_all_of_it() -> None:
     calls: list[tuple[Any, ...]] = []
     engine = SimpleNamespace(add_request=lambda *a: calls.append(a), abort=lambda *a: calls.append(a))
-    server = SimpleNamespace(_engine=engine, _owners={})
+    server = SimpleNamespace(_engine=engine, _owners={}, _preparing=[])
     server._ended = lambda key, indices: EngineServer._ended(server, key, indices)  # type: ignore[arg-type]
     connection: Any = SimpleNamespace(number=1, requests=set(), send=calls.append)
     params = SamplingParams(n=2)

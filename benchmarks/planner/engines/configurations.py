@@ -194,6 +194,8 @@ WRITTEN_SERVING = (
     ServingCase(SMOL, "int4", 8, 128, head_dtype="int8"),
     ServingCase(LONG, "bf16", 1, 4096),
     ServingCase(LONG, "int8", 2, 8192, kv_dtype="int8"),
+    ServingCase(LONG, "bf16", 1, 4096, kv_dtype="int4"),
+    ServingCase(MIDDLE, "int8", 16, 256, kv_dtype="int4"),
     ServingCase(SMALL_SERVED, "bf16", 2, 128, runner="torch"),
     ServingCase(SMALL_SERVED, "bf16", 4, 128, adapters=True),
     ServingCase(SMOL, "bf16", 16, 64, loras="8,16,q_proj,v_proj"),

@@ -33,15 +33,18 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """``http://host:port[/prefix]``, with or without a trailing ``/v1``. Raises ConfigError."""
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+            is_whole = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        except ValueError:  # a port or an IPv6 address that cannot be
+            is_whole = False
+        if not is_whole:
             raise ConfigError(f"url={url!r} must look like http://127.0.0.1:8000.")
         path = parts.path.rstrip("/")
-        return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), path.removesuffix("/v1"))
+        return cls(
+            parts.scheme, parts.hostname or "", port or (443 if parts.scheme == "https" else 80), path.removesuffix("/v1")
+        )
 
 
 @dataclass

@@ -11,7 +11,8 @@ from twostroke.planner.training.layout import SINGLE
 from twostroke.planner.training.passes import optimizer_work
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import rank_layers
-from twostroke.planner.training.stage_times import DIRECTIONS, anchor_ratios, passes_of
+from twostroke.planner.training.stage_times import DIRECTIONS, anchor_ratios, passes_of, update_ratio
+from twostroke.planner.work.params import adapter_parameters
 
 
 def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
@@ -33,7 +34,8 @@ def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
             (d, layer_and_around(anchor, shallow.direction_s(d), deep.direction_s(d))) for d in DIRECTIONS
         )
     )
-    update_s = deep.optimizer_s / ratios.update - optimizer_work(spec, shape, hardware).seconds
+    n_trained = adapter_parameters(spec, ADAPTER_RANK, shape.targets)
+    update_s = deep.optimizer_s / update_ratio(n_trained, shape, hardware) - optimizer_work(spec, shape, hardware).seconds
     fitted = replace(
         rates,
         adapter_forward_s=forward_s,

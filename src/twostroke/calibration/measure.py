@@ -48,6 +48,7 @@ from twostroke.calibration.transformer import (
     half_blocks,
     measure_block,
     measure_loss,
+    measure_nf4,
     measure_optimizers,
     measure_setup,
     start_compiler,
@@ -349,6 +350,7 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
     take(0.6, 0.7)
     tell(0.7, "loss")
     losses = measure_loss(clock, extent.block, is_compiled)
+    decoded = measure_nf4(clock, is_compiled)
     tell(0.75, "memory of new processes")
     if is_compiled and moments[0]:
         compile_s = max(moments[0][0].first_step_s - moments[0][0].seconds, 1e-3)
@@ -363,6 +365,7 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
         block_compile_s=compile_s,
         compiler_start_s=compiler_start_s,
         cross_entropy_logit_per_s=losses,
+        nf4_weight_per_s=decoded,
     )
 
 

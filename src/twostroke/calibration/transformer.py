@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import tempfile
 from collections import Counter
@@ -25,6 +26,7 @@ from twostroke.core.matrices import block_matrices, layer_kinds, pair_flops
 from twostroke.core.policy import LOSS_CHUNK_ROWS
 from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
+from twostroke.kernels.nf4 import dequantize_nf4, quantize_nf4
 from twostroke.model.decoder import Decoder
 from twostroke.planner.training.memory import keys_walked
 from twostroke.planner.training.passes import newton_schulz_products, optimizer_bytes_moved, setup_bytes
@@ -296,6 +298,24 @@ def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, f
             whole_s = clock.best_s(lambda function=function: function(hidden, weight, targets), seconds=0.2)  # type: ignore[misc]
             left_s = max(whole_s - product_s, LEAST_SHARE * whole_s)
             found[mode] = size.chunk_rows * size.vocab_size / left_s
+    return found
+
+
+NF4_SHAPE = (1024, 1024)
+
+
+@torch.no_grad()
+def measure_nf4(clock: Clock, compile_it: bool) -> dict[str, float]:
+    """Weights per second that QLoRA decodes, for each mode: look-ups, which the bandwidth does not bound."""
+    matrix = quantize_nf4(torch.randn(*NF4_SHAPE, device=clock.device))
+    functions: dict[str, Callable[..., object]] = {"eager": dequantize_nf4}
+    if compile_it:
+        functions["compiled"] = torch.compile(dequantize_nf4, dynamic=False)
+    found: dict[str, float] = {}
+    for mode, function in functions.items():
+        with contextlib.suppress(Exception):  # as above
+            seconds = clock.best_s(lambda function=function: function(matrix, torch.bfloat16), seconds=0.2)  # type: ignore[misc]
+            found[mode] = math.prod(NF4_SHAPE) / seconds
     return found
 
 

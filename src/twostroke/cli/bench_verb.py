@@ -158,7 +158,7 @@ def bench_serve(
     if output is not None:
         result.write_raw(output)
     document = plain(result) | {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured, "server": server}
-    emit(document, "\n".join([result.text(), *_compared(run.prediction, measured)]), as_json)
+    emit(document, "\n".join([result.text(), *compared(run.prediction, measured)]), as_json)
     if result.summary.n_completed == 0:
         raise TwostrokeError(
             "no request was completed: " + ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
@@ -280,7 +280,7 @@ def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters:
     return Planned({name: plan[name] for name in names}, machine)
 
 
-def _compared(prediction: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
+def compared(prediction: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
     """A table of predicted beside measured."""
     from twostroke.ledger.scoring import error_percent
     from twostroke.ledger.text import align, format_error, format_value

@@ -17,6 +17,7 @@ from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.adapter_names import LORA_HELP, adapters_of
+from twostroke.core.documents import read_json
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import ConfigError, InputError, TwostrokeError
@@ -62,6 +63,8 @@ def generate(
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: a new seed each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after the model's end token."),
+    json_schema: Path | None = typer.Option(None, help="File with a JSON schema. Answers are JSON that it allows."),
+    regex: str | None = typer.Option(None, help="Regular expression that answers match as a whole."),
     lora: list[str] = typer.Option([], help=f"{LORA_HELP} One is for all prompts, several are for one prompt each."),
     engine: EngineSettings = FROM_OPTIONS,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -69,6 +72,7 @@ def generate(
     """Continue prompts on this machine, without a server. Prints text as it is made, then how fast that was."""
     from twostroke.core.families import read_spec
     from twostroke.planner.truth.recording import recording
+    from twostroke.scheduling.constraint import Constraint
     from twostroke.scheduling.sampling_params import SamplingParams
 
     directory = opened_model(model)
@@ -79,10 +83,16 @@ def generate(
         raise ConfigError(f"--beams {beams} must be at least -n {n}.")
     if temperature is None:
         temperature = 0.8 if beams is None else 0.0
+    if json_schema is not None and regex is not None:
+        raise ConfigError("--json-schema and --regex both give the answer's form. Give one of them.")
+    constraint = None if regex is None else Constraint.regex(regex)
+    if json_schema is not None:
+        constraint = Constraint.json_schema(read_json(json_schema))
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty, use_beam_search=beams is not None, best_of=beams, length_penalty=length_penalty,
+        constraint=constraint,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     adapters = adapters_of(lora)

@@ -32,6 +32,8 @@ VERBS: dict[str, str] = {
     "quantize": "Write a copy of a model with its matrices in fewer bits.",
     "export": "Write a model for other programs, adapters merged.",
     "generate": "Continue prompts on this machine, without a server.",
+    "chat": "Converse with a model here, or with a server.",
+    "batch": "Compute a file of requests, and go on after a crash.",
     "serve": "Serve a model over an OpenAI-compatible interface.",
     "bench": "Send load and measure latency and throughput.",
     "compare": "Two models side by side: quality, speed, cost, size.",

@@ -34,6 +34,9 @@ def serve(
     ),
     lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests ask for the model NAME."),
     engine: EngineSettings = FROM_OPTIONS,
+    files_dir: Path | None = typer.Option(
+        None, help="Directory of uploaded files and batches. Without it there is no /v1/files and no /v1/batches."
+    ),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -55,7 +58,7 @@ def serve(
     adapters = {name: str(path.resolve()) for name, path in adapters_of(lora).items()}
     if taken := sorted(adapters.keys() & set(names)):
         raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
-    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters)
+    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir)
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
     child = launch_engine(settings.engine_command())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,37 +19,50 @@ from twostroke.core.tables import build
 RUNNERS = ("native", "torch")
 
 
-OFF, NGRAM, DRAFT = "off", "ngram", "draft:"
-"""Where drafts come from: nowhere, repeats in the request's own text and in past outputs, or the model behind ``DRAFT``."""
+OFF, NGRAM, EXIT, DRAFT, EXIT_AFTER = "off", "ngram", "exit", "draft:", "exit:"
+"""Where drafts come from: nowhere, repeats in the request's own text and in past outputs, the model's own first layers, the
+model behind ``DRAFT``, or so many of its own layers as stand behind ``EXIT_AFTER``."""
+
+_BEHIND: dict[str, Callable[[str], bool]] = {
+    "DIR": bool,
+    "LAYERS": lambda text: text.isascii() and text.isdigit() and len(text) <= 5 and int(text) > 0,
+}
+"""What may stand behind the beginning of a value."""
 
 
 class Setting(NamedTuple):
     """What is said of a field: its help, the names that it may have beside "auto" (none: it is a number), its command-line
     option (None: it has no option), how many of the field's units one of the option's is, the largest number, how a value may
-    begin that goes on freely, and whether it is a switch that is true or false, or a path."""
+    begin and what goes on behind it, and whether it is a switch that is true or false, or a path."""
 
     help: str
     choices: tuple[str, ...] = ()
     option: str | None = None
     unit: int = 1
     most: int = MAX_INTEGER
-    begins: str | None = None
+    begins: tuple[tuple[str, str], ...] = ()
     switch: bool = False
     is_path: bool = False
 
     @property
     def named(self) -> tuple[str, ...]:
         """What a reader is told that it may be, beside "auto"."""
-        return self.choices if self.begins is None else (*self.choices, f"{self.begins}DIR")
+        return (*self.choices, *map("".join, self.begins))
 
     def allows(self, value: object) -> bool:
         """Whether ``value`` is one of the choices, or goes on behind what one may begin with."""
-        free = self.begins is not None and isinstance(value, str) and value.startswith(self.begins) and value != self.begins
-        return free or value in ("auto", *self.choices)
+        if value in ("auto", *self.choices):
+            return True
+        text = value if isinstance(value, str) else ""
+        return any(text.startswith(begin) and _BEHIND[word](text.removeprefix(begin)) for begin, word in self.begins)
 
 
 def _choice(
-    help: str, choices: tuple[str, ...], option: str | None = None, default: str = "auto", begins: str | None = None
+    help: str,
+    choices: tuple[str, ...],
+    option: str | None = None,
+    default: str = "auto",
+    begins: tuple[tuple[str, str], ...] = (),
 ) -> Any:
     setting = Setting("", choices, option, begins=begins)
     text = f"{help}: auto, {', '.join(setting.named[:-1])} or {setting.named[-1]}."
@@ -76,9 +90,10 @@ class EngineSettings:
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
     every core this process may use, and one alone for small steps. ``speculate`` ngram: drafts are repeats in the request's own
     text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
-    rows a step has; draft:DIR: drafts are a smaller model's with the same vocabulary. ``deterministic``: the engine starts only
-    where each log-probability has the same bits in any batch, chunks, number of threads and prefix hit. Raises ConfigError for
-    a value out of range.
+    rows a step has, and where nothing repeats those of exit if the model was trained for it; draft:DIR: drafts are a smaller
+    model's with the same vocabulary; exit:LAYERS: those of the model's own first layers, exit: of a quarter of them.
+    ``deterministic``: the engine starts only where each log-probability has the same bits in any batch, chunks, number of
+    threads and prefix hit. Raises ConfigError for a value out of range.
     """
 
     dtype: str = _choice("How weights are held", ASKED, "--dtype")
@@ -100,7 +115,13 @@ class EngineSettings:
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
     kv_dir: str | None = _path("Directory in which cached prefixes outlive memory and the process.", "--kv-dir")
     kv_dir_bytes: int | None = _number("Largest file of them, in GiB. Default: 10.", option="--kv-dir-gib", unit=2**30)
-    speculate: str = _choice("Drafts that a step checks beside its tokens", (OFF, NGRAM), "--speculate", OFF, DRAFT)
+    speculate: str = _choice(
+        "Drafts that a step checks beside its tokens",
+        (OFF, NGRAM, EXIT),
+        "--speculate",
+        OFF,
+        ((DRAFT, "DIR"), (EXIT_AFTER, "LAYERS")),
+    )
     deterministic: bool = _switch(
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
     )

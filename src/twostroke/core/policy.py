@@ -125,6 +125,12 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 TOKEN_BUDGET = 512
 """Tokens computed in one step by default: a longer prompt is prefilled in several."""
 
+BEHIND_TOKENS = 32
+"""Tokens of a step for prompts of a priority above 0. Another request may come while the step runs, and waits for its end."""
+
+BESIDE_TOKENS = 16
+"""The same of a step in which a request before them decodes: its next token waits for the step."""
+
 MAX_RUNNING = 128
 """Requests that run at once by default."""
 

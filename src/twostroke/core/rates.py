@@ -93,9 +93,9 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class TrainingRates:
-    """What training runs beside plain products. ``cross_entropy_logit_per_s`` is by mode; ``setup_…`` is what surrounds the
-    blocks, ``muon_element_per_s`` and ``muon_matrix_s`` what Muon takes beyond its products, ``rounded_…`` an update
-    of pure bf16, which rounds stochastically; ``block_compile_s`` compiles one
+    """What training runs beside plain products. ``cross_entropy_logit_per_s`` and ``nf4_weight_per_s``, the weights that QLoRA
+    decodes, are by mode; ``setup_…`` is what surrounds the blocks, ``muon_element_per_s`` and ``muon_matrix_s`` what Muon takes
+    beyond its products, ``rounded_…`` an update of pure bf16, which rounds stochastically; ``block_compile_s`` compiles one
     block both ways, ``adapter_compile_s`` one with adapters, and ``compiler_start_s`` is what a new process adds to that.
     ``adapter_forward_s``, ``…_backward_s`` and ``…_update_s`` are what one adapter takes beyond its products."""
 
@@ -104,6 +104,7 @@ class TrainingRates:
     steps: tuple[TrainingStep, ...] = ()
     block_compile_s: float | None = None
     cross_entropy_logit_per_s: dict[str, float] = field(default_factory=dict)
+    nf4_weight_per_s: dict[str, float] = field(default_factory=dict)
     setup_forward_bytes_per_s: float | None = None
     setup_backward_bytes_per_s: float | None = None
     mask_element_per_s: float | None = None

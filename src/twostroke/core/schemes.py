@@ -363,12 +363,14 @@ def published_schemes(method: object) -> tuple[Scheme, ...]:
 
 @dataclass(frozen=True)
 class CacheType:
-    """How keys and values are cached: ``name`` is the type of an element, with ``scale_bytes`` for each head's key and value.
-    ``native`` is the native library's number; None: planned only."""
+    """How keys and values are cached: ``name`` is the type of an element, with ``scale_bytes`` for each head's key and for its
+    value. ``native`` is the native library's number; None: planned only. ``transformed``: codes are of heads after a Hadamard
+    transform, two a byte (``kernels.four_bit_cache``)."""
 
     name: str
     scale_bytes: float = 0.0
     native: int | None = None
+    transformed: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -382,6 +384,7 @@ _CACHES = (
     CacheType("fp16"),
     CacheType("fp8"),
     CacheType("int8", 4.0, native=2),
+    CacheType("int4", 4.0, native=3, transformed=True),  # of a key: scale and middle of its range, 2 bytes each
 )
 CACHES: dict[str, CacheType] = {row.name: row for row in _CACHES}
 CACHE_TYPES = tuple(row.name for row in _CACHES if row.native is not None)

@@ -290,6 +290,7 @@ class ModelSpec:
     checkpoint_scheme: Annotated[str | None, "format of the published weights where it is quantised"] = field(
         default=None, compare=False
     )
+    early_exit: Annotated[bool, "the head was trained to read every layer"] = field(default=False, compare=False)
     notes: Annotated[tuple[str, ...], "what was left out or taken from elsewhere"] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,9 @@ class TrainSettings:
 
     Of mixtures of experts: ``balance_weight`` and ``router_z_weight`` are those of two losses added to the router's gradient
     (``model.experts``); where a family's routers have a correction bias, it moves by ``balance_bias_rate`` a step.
+
+    Of early exit (``training.early_exit``): rows pass by a layer at a probability that grows with depth to ``layer_dropout``;
+    the loss of ``exits_per_step`` earlier layers, all in turn, is trained beside the last layer's, weighed by ``exit_loss``.
     """
 
     steps: int = 0
@@ -71,6 +74,9 @@ class TrainSettings:
     balance_weight: float = 0.01
     router_z_weight: float = 0.001
     balance_bias_rate: float = 0.001
+    layer_dropout: float = 0.0  # of the last layer
+    exit_loss: float = 0.0  # 0: the head reads the last layer alone
+    exits_per_step: int = 1
 
     @property
     def compute_dtype(self) -> str:
@@ -103,10 +109,10 @@ def check_update(settings: TrainSettings) -> None:
             raise ConfigError(f"train.{name}={getattr(t, name)} must be above 0 and finite.")
     if not 0 <= t.weight_decay < float("inf"):
         raise ConfigError(f"train.weight_decay={t.weight_decay} must be at least 0 and finite.")
-    for name in ("balance_weight", "router_z_weight", "balance_bias_rate"):
+    for name in ("balance_weight", "router_z_weight", "balance_bias_rate", "exit_loss"):
         if not 0 <= getattr(t, name) < float("inf"):
             raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and finite.")
-    for name in ("beta1", "beta2", "momentum", "ema_decay", "warmup_fraction", "min_lr_ratio"):
+    for name in ("beta1", "beta2", "momentum", "ema_decay", "warmup_fraction", "min_lr_ratio", "layer_dropout"):
         if not 0 <= getattr(t, name) < 1:
             raise ConfigError(f"train.{name}={getattr(t, name)} must be at least 0 and less than 1.")
     if not 0 < t.decay_fraction <= 1:
@@ -115,6 +121,11 @@ def check_update(settings: TrainSettings) -> None:
         raise ConfigError(
             f"train.warmup_fraction={t.warmup_fraction:g} and train.decay_fraction={t.decay_fraction:g} are shares of one run: "
             "together they must be at most 1."
+        )
+    if t.exits_per_step != 1 and not (t.exit_loss > 0 and t.exits_per_step > 1):
+        raise ConfigError(
+            f"train.exits_per_step={t.exits_per_step} must be at least 1, and above it needs train.exit_loss above 0: it says "
+            "how many earlier layers have a loss in a step."
         )
     if t.nesterov and t.momentum == 0:
         raise ConfigError(

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from twostroke.core.documents import read_object
-from twostroke.core.errors import CorruptFileError, InputError, TwostrokeError
-from twostroke.data.template_sandbox import (
-    COMPILE_S,
-    HEADER,
-    LENGTH,
-    MEMORY_BYTES,
-    REFUSED,
-    RENDER_S,
-    TEXT,
-)
+from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.data.sandbox import TEXT, Sandbox
+from twostroke.data.template_sandbox import COMPILE_S, RENDER_S
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"
@@ -38,8 +24,7 @@ DEFAULT_TEMPLATE = (
 
 MAX_TEMPLATE_CHARACTERS = 2**20
 MAX_CONFIG_BYTES = 16 * 2**20
-_START_S = 30.0
-"""Time beyond a process's own limits before it counts as stuck. It covers the start of an interpreter on a busy machine."""
+_MODULE = "twostroke.data.template_sandbox"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -54,7 +39,7 @@ class ChatTemplate:
     def __init__(self, source: str | None) -> None:
         self._source = DEFAULT_TEMPLATE if source is None else source
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: Sandbox | None = None
         self._broken = ""
         if len(self._source) > MAX_TEMPLATE_CHARACTERS:
             self._broken = f"the chat template has {len(self._source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are read."
@@ -62,7 +47,7 @@ class ChatTemplate:
     def start(self) -> None:
         with self._lock:
             if self._process is None and not self._broken:
-                self._process = _Process()
+                self._process = Sandbox(_MODULE)
 
     def close(self) -> None:
         with self._lock:
@@ -83,13 +68,12 @@ class ChatTemplate:
             if self._broken:
                 raise InputError(self._broken)
             if self._process is None:
-                self._process = _Process()
-            if not self._process.compiled:
+                self._process = Sandbox(_MODULE)
+            if not self._process.ready:
                 kind, text = self._ask(self._source.encode("utf-8", "surrogatepass"), COMPILE_S)
                 if kind != TEXT:
                     self._broken = f"the model's chat template cannot be used: {text}."  # compiling it again would fail again
                     raise InputError(self._broken)
-                self._process.compiled = True
             kind, text = self._ask(frame, RENDER_S)
         if kind != TEXT:
             raise InputError(f"the chat template does not take these messages: {text}.")
@@ -98,84 +82,15 @@ class ChatTemplate:
     def _ask(self, frame: bytes, limit_s: float) -> tuple[bytes, str]:
         assert self._process is not None
         try:
-            kind, text = self._process.ask(frame, limit_s)
-        except TimeoutError:
-            kind, text = REFUSED, f"it takes over {limit_s:g} s"
-        except OSError:
-            kind, text = REFUSED, "its process ended"
-        except BaseException:  # Ctrl-C in the middle of an answer: the next call must not read the rest of it
-            self._end()
-            raise
-        else:
-            if kind == TEXT or (kind == REFUSED and self._process.compiled):
-                return kind, text
-            text = text or f"it takes over {MEMORY_BYTES // 2**20} MiB of memory"
-        self._end()
-        return kind, text
+            return self._process.ask(frame, limit_s)
+        finally:
+            if not self._process.alive:
+                self._process = None
 
     def _end(self) -> None:
         if self._process is not None:
             self._process.end()
             self._process = None
-
-
-class _Process:
-    """One process of ``data.template_sandbox``, and the socket to it."""
-
-    def __init__(self) -> None:
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        # -P keeps modules of the current directory from replacing those of this package. With a session of its own, Ctrl-C in a
-        # terminal reaches the calling process alone.
-        command = [sys.executable, "-P", "-m", "twostroke.data.template_sandbox"]
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=dict(os.environ) | {"PYTHONPATH": path},
-                )
-            except OSError as error:
-                self._socket.close()
-                raise TwostrokeError(f"the process for chat templates could not be started: {error.strerror}.") from None
-        self._popen = process
-        self.compiled = False
-        self.end = weakref.finalize(self, _kill, process, self._socket)
-
-    def ask(self, frame: bytes, limit_s: float) -> tuple[bytes, str]:
-        """The kind of the answer and its text. Raises TimeoutError after ``limit_s``, and OSError if the process ended."""
-        # The process keeps the limit by an alarm of its own. This deadline is for a process that is stopped (SIGSTOP).
-        deadline = time.monotonic() + limit_s + (0.0 if self.compiled else _START_S)
-        try:
-            self._socket.settimeout(deadline - time.monotonic())
-            self._socket.sendall(LENGTH.pack(len(frame)) + frame)
-            kind, length = HEADER.unpack(self._read(HEADER.size, deadline))
-            return kind, self._read(length, deadline).decode("utf-8", "surrogatepass")
-        except ConnectionError:
-            if self._popen.wait(_START_S) == -signal.SIGALRM:
-                raise TimeoutError from None
-            raise
-
-    def _read(self, n_bytes: int, deadline: float) -> bytearray:
-        found = bytearray(n_bytes)
-        at = memoryview(found)
-        while at:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            n = self._socket.recv_into(at)
-            if n == 0:
-                raise ConnectionError
-            at = at[n:]
-        return found
-
-
-def _kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 @lru_cache(maxsize=4)

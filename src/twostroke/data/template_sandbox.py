@@ -1,38 +1,25 @@
 """The process in which chat templates run, because they come with a model and are untrusted code.
 
-``python -m twostroke.data.template_sandbox`` reads frames from the socket that is its standard input: first the template's
-source, then a JSON object of variables for each text to render. ``data.chat.ChatTemplate`` is the other end. Jinja's immutable
-sandbox keeps a template from files and from attributes that begin with an underscore. It does not bound memory and time: a
-short expression can make gigabytes in a dozen ways (``+``, ``ljust``, ``format``, ``indent``, lists, powers). So the process
-limits its address space, and an alarm ends it. It imports no torch.
+The first frame that it reads (``data.sandbox``) is the template's source, every other one a JSON object of variables for a text
+to render. ``data.chat.ChatTemplate`` is the other end. Jinja's immutable sandbox keeps a template from files and from
+attributes that begin with an underscore. It does not bound memory and time: a short expression can make gigabytes in a dozen
+ways (``+``, ``ljust``, ``format``, ``indent``, lists, powers). So the process limits both. It imports no torch.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+from twostroke.data.sandbox import Work, serve
+
 MAX_RENDERED_CHARACTERS = 16 * 2**20
-MEMORY_BYTES = 256 * 2**20
-"""Memory for compiling and rendering, beside the interpreter's. A template of Qwen3's size and 2 MB of messages take 20 MB."""
 RENDER_S = 2.0
 COMPILE_S = 5.0
 """Wall-clock limits. A template of Qwen3's size takes 16 ms to compile, once, and 0.03 ms to render."""
-MAX_SENTENCE = 300
-
-HEADER = struct.Struct("!cI")
-"""Header of an answer: its kind, and the number of bytes of UTF-8 that follow (lone surrogates included)."""
-TEXT, REFUSED, OUT_OF_MEMORY = b"t", b"r", b"m"
-LENGTH = struct.Struct("!I")
 
 
 def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
@@ -88,63 +75,22 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _answer(work: Callable[[], str], limit_s: float) -> tuple[bytes, str]:
-    # The signal's default action ends the process inside any code of the template, even if the calling process has ended.
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        return TEXT, work()
-    except MemoryError:
-        return OUT_OF_MEMORY, ""
-    except Exception as error:  # a template can raise any exception
-        message = str(getattr(error, "message", None) or error or type(error).__name__).rstrip(".")
-        return REFUSED, message if len(message) <= MAX_SENTENCE else f"{message[:MAX_SENTENCE]}…"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _limit_memory() -> None:
-    """Limit the address space to ``MEMORY_BYTES`` above what the interpreter has mapped by now. On some systems locale files
-    alone are 200 MB of that."""
+def main() -> int:
     import jinja2.sandbox  # noqa: F401 - its memory must not count
 
-    try:
-        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    except (OSError, ValueError):
-        mapped = 0
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = mapped + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    found: list[Callable[[Mapping[str, Any]], str]] = []
 
-
-def main() -> int:
-    connection = socket.socket(fileno=0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    _limit_memory()
-    with connection, connection.makefile("rb") as frames:
-
-        def frame() -> bytes | None:
-            head = frames.read(LENGTH.size)
-            return frames.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else None
-
-        def send(kind: bytes, text: str) -> None:
-            raw = text.encode("utf-8", "surrogatepass")
-            connection.sendall(HEADER.pack(kind, len(raw)) + raw)
-
-        source = frame()
-        if source is None:
-            return 0
-        found: list[Callable[[Mapping[str, Any]], str]] = []
-
-        def compile_it() -> str:
+    def compile_it(source: bytes) -> Work:
+        def work() -> str:
             found.append(compile_template(source.decode("utf-8", "surrogatepass")))
             return ""
 
-        kind, text = _answer(compile_it, COMPILE_S)
-        send(kind, text)
-        # The stream also ends when the calling process is killed.
-        while kind == TEXT and (asked := frame()) is not None:
-            send(*_answer(partial(found[0], json.loads(asked)), RENDER_S))
+        return work, COMPILE_S
+
+    def render(asked: bytes) -> Work:
+        return lambda: found[0](json.loads(asked)), RENDER_S
+
+    serve(compile_it, render)
     return 0
 
 

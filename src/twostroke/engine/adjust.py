@@ -1,4 +1,5 @@
-"""Changes a request's row of logits before a token is chosen: adds biases, applies penalties, forbids an early end.
+"""Changes a request's row of logits before a token is chosen: adds biases, applies penalties, forbids an early end and tokens
+that do not continue the form that the answer must have.
 
 Each request has an ``Adjuster`` that keeps everything ready in arrays, so that a step looks only at the tokens that came since
 the last one, however long prompt, output and lists are. The native library changes all rows in one call, in place, and changes
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from twostroke.engine import native_sampling
+from twostroke.engine.grammars import Matcher
 from twostroke.kernels.native_library import library
 from twostroke.scheduling.request import Request
 
@@ -47,6 +49,7 @@ class Adjuster:
         self.fixed = fixed
         self.ends = fixed.ends
         self.n_output = 0
+        self.matcher = request.matcher if isinstance(request.matcher, Matcher) else None
         self._follows = fixed.repeats or fixed.counts
         self.n_seen = request.n_prompt
         self._place_of: dict[int, int] = {}
@@ -54,7 +57,9 @@ class Adjuster:
         self._pack(request)
 
     def see(self, request: Request) -> None:
-        """Count the tokens that came since the last call."""
+        """Count the tokens that came since the last call, and find what may follow them."""
+        if self.matcher is not None:
+            self.matcher.look(request.tokens)
         if len(self.ends) and len(request.tokens) >= request.min_length:
             self.ends = _NONE  # min_tokens is reached: the request may end now
             self._pack(request)
@@ -83,6 +88,8 @@ class Adjuster:
         fixed = self.fixed
         arrays = {"biased": fixed.biased, "biases": fixed.biases, "prompt": fixed.prompt, "ends": self.ends}
         arrays |= {"output": self.output, "counts": self.counts, "fresh": self.fresh}
+        if self.matcher is not None:
+            arrays["allowed"] = self.matcher.words
         self.record = native_sampling.adjustment(request.params, arrays, self.n_output)
 
 
@@ -108,10 +115,12 @@ def is_changed(request: Request) -> bool:
 
 
 class Adjusted:
-    """``requests`` have changed their ``rows`` of ``logits`` (fp32, contiguous) until ``restore``. ``best`` holds the largest
-    logit of each changed row, and ``tokens`` its token."""
+    """``requests`` have changed their ``rows`` of ``logits`` (fp32, contiguous) until ``restore``, which is possible unless
+    ``kept`` is False. ``best`` holds the largest logit of each changed row, and ``tokens`` its token."""
 
-    def __init__(self, logits: Tensor, rows: Sequence[int], requests: Sequence[Request], n_threads: int = 1) -> None:
+    def __init__(
+        self, logits: Tensor, rows: Sequence[int], requests: Sequence[Request], n_threads: int = 1, kept: bool = True
+    ) -> None:
         adjusters = [adjuster_of(request, logits.shape[1]) for request in requests]
         for adjuster, request in zip(adjusters, requests, strict=True):
             adjuster.see(request)
@@ -120,7 +129,8 @@ class Adjusted:
         self._native: native_sampling.Adjustments | None = None
         if library() is not None:
             self._adjusters = adjusters  # keeps the arrays alive that the records point to
-            self._native = native_sampling.Adjustments(rows, [adjuster.record for adjuster in adjusters])
+            n_vocab = logits.shape[1] if kept else None
+            self._native = native_sampling.Adjustments(rows, [adjuster.record for adjuster in adjusters], n_vocab)
             self._native.apply(logits, n_threads)
             self.tokens, self.best = self._native.tokens, self._native.best
             return
@@ -145,7 +155,8 @@ Changes = list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
 
 
 def plain_adjust(row: npt.NDArray[np.float32], request: Request, adjuster: Adjuster) -> Changes:
-    """Change ``row`` in place with numpy, the reference of the native library: first biases, then penalties, then ends."""
+    """Change ``row`` in place with numpy, the reference of the native library: first biases, then penalties, then ends, then
+    what is not allowed."""
     params, fixed = request.params, adjuster.fixed
     changes: Changes = []
 
@@ -166,4 +177,7 @@ def plain_adjust(row: npt.NDArray[np.float32], request: Request, adjuster: Adjus
         change(output, row[output] - taken_off.astype(np.float32))
     if len(adjuster.ends):
         change(adjuster.ends, np.full(len(adjuster.ends), -np.inf, np.float32))
+    if adjuster.matcher is not None:
+        forbidden = np.flatnonzero(~adjuster.matcher.allowed(len(row)))
+        change(forbidden, np.full(len(forbidden), -np.inf, np.float32))
     return changes

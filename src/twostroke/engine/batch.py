@@ -69,6 +69,7 @@ class StepBatch:
     rotations: tuple[Complex[Tensor, "n 1 half_D"], ...]  # of each of the model's ``ropes``
     groups: dict[int | None, tuple[Group, ...]]  # by window, because layers with different windows see different keys
     sampled_rows: Int[Tensor, " sampled"] | None  # None: all rows
+    n_hidden: int = 0  # the last sampled rows, which have hidden states and no logits
     adapters: tuple[Parts, ...] = ()  # those of the step's rows
     adapter_of: Int[Tensor, " n"] | None = None  # which of them a row has, -1: none; None: no row has one
 

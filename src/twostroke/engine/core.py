@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import time
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +30,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
 from twostroke.engine.beam_choice import BeamChooser
+from twostroke.engine.grammars import Grammars, Matcher
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
 from twostroke.engine.lowering import lower
@@ -34,10 +38,12 @@ from twostroke.engine.memory import available_bytes
 from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import PackedCache, cache_key
+from twostroke.engine.pooling import PooledStates
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
+from twostroke.engine.speculation.early_exit import UNTRAINED, ExitDrafter, RepeatsOrExits, exit_layers
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
 from twostroke.engine.tiers import session
@@ -67,6 +73,8 @@ class TokenEvent:
     event has those of the next tokens of the prompt, from the second token on.
 
     The answers of a beam search come at its end, the best first. An answer's last event has their ``cumulative_logprob``.
+    ``cached_tokens``: how many tokens of the prompt were found in the cache, in the first event of answer 0 that has tokens.
+    A request with ``pooling`` has one event, with its ``embedding`` and no token.
     """
 
     request_id: str
@@ -76,6 +84,8 @@ class TokenEvent:
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    cached_tokens: int = 0
+    embedding: npt.NDArray[np.float32] | None = None
 
 
 EVENT_ENTRIES = 512
@@ -116,6 +126,10 @@ class EngineCore:
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
         native = _runs_natively(self.settings)
+        drafts = _drafts(self.settings, native)
+        self._exit_layers = exit_layers(loaded.spec, self.settings.speculate) if drafts else None
+        if self._exit_layers is not None and not self.spec.early_exit:
+            self.spec = self.spec.with_(notes=(*self.spec.notes, UNTRAINED))
         head = None if self.settings.head_dtype == "auto" else self.settings.head_dtype
         # Packing takes longer than the rest of a start. With an earlier start's file the whole takes 0.05 to 0.10 s (135M).
         packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
@@ -128,14 +142,13 @@ class EngineCore:
         kv_dtype = self.settings.kv_dtype
         if kv_dtype == "auto":
             kv_dtype = scheme_of(self.plan.weights).kept
-        drafts = _drafts(self.settings, native)
         # Only now: the default cache is a share of the memory that the weights have left.
         scheduler_config = _fit(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
         element = scheme_of(self.plan.weights).adapter_element(native)
         self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), element, quantised)
         self.scheduler = Scheduler(scheduler_config, adapters=self.adapters)
-        # Only the tiled pool has scales, so an int8 cache takes it under the torch runner as well.
+        # Only the tiled pool has scales, so a cache in codes takes it under the torch runner as well.
         make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool
         pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
         self.pool: KVPool | TiledKVPool = pool
@@ -148,7 +161,9 @@ class EngineCore:
         self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
         self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
         self._prompt_scores = PromptScores()
+        self._pooled = PooledStates()
         self._beams = BeamChooser(self.spec, directory)
+        self._grammars = Grammars(directory, self.spec)
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
         self._expert_bytes = self.plan.expert_bytes
@@ -164,10 +179,14 @@ class EngineCore:
             self._disk = self.scheduler.lower = self._open_disk(Path(self.settings.kv_dir), Path(model_dir))
         self.load_s = time.perf_counter() - began
 
-    def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter:
+    def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter | ExitDrafter | RepeatsOrExits:
         times = self.step_times(directory)
         if not self.settings.speculate.startswith(DRAFT):
-            return Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
+            exits = None if self._exit_layers is None else self._make_exits(self._exit_layers, times)
+            if exits is not None and self.settings.speculate != "auto":
+                return exits
+            repeats = Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
+            return repeats if exits is None else RepeatsOrExits(repeats, exits)
         path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
         own = replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None, kv_dir=None)
         draft = EngineCore(path, own)
@@ -176,7 +195,22 @@ class EngineCore:
                 f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
                 f"{self.spec.vocab_size}. Use a model with the same tokenizer."
             )
-        return ModelDrafter(draft, times, draft.step_times(path), lambda request: self._answers[request.id].seed)
+        return ModelDrafter(draft, times, draft.step_times(path), self._seed_of)
+
+    def _make_exits(self, layers: int, times: StepTimes) -> ExitDrafter:
+        assert isinstance(self._runner, NativeRunner)
+        plan, config = self.plan.first(layers), self.scheduler.config
+        runner = NativeRunner(plan, self._runner.pool, config, self._runner)
+        share = plan.step_bytes / self.plan.step_bytes
+
+        def compute(step: ScheduledStep) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            return runner.run(step, n_threads=self.threads_for(step)), runner.best_of(len(step.requests))
+
+        draft_times = StepTimes(lambda rows: share * times.seconds(rows), config.max_running)
+        return ExitDrafter(compute, times, draft_times, self.scheduler.reserve, self._seed_of)
+
+    def _seed_of(self, request: Request) -> int:
+        return self._answers[request.id].seed
 
     def _open_disk(self, folder: Path, directory: Path) -> DiskTier | None:
         """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that is of no use."""
@@ -197,6 +231,12 @@ class EngineCore:
         form = f"{type(self.pool).__name__} {self.pool.dtype} {config.page_tokens}"
         weights = weights_digest(self._directory)
         return identity_of(weights, form, images, self.scheduler, self.spec.vocab_size, self.compute)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short name of the weights and of how this engine computes: answers of engines with the same one are comparable. The
+        engine must be idle when it is first asked for."""
+        return f"fp_{hashlib.blake2b(self.identity + self.settings.head_dtype.encode(), digest_size=8).hexdigest()}"
 
     def close(self) -> None:
         """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the
@@ -282,7 +322,7 @@ class EngineCore:
 
         A lower ``priority`` goes first. Requests of one ``client`` do not delay those of another. A request that is unfinished
         ``timeout_s`` seconds from now ends. Raises InputError (empty prompt, unknown token or adapter, id in use, impossible
-        timeout) or CapacityError (the request can never fit), and leaves the engine as it was.
+        timeout), CapacityError (the request can never fit) or what ``prepare`` raises, and leaves the engine as it was.
         """
         # By type, because True is an instance of int. 10,000 ids take 0.2 ms so, and 0.6 in a Python loop.
         if not set(map(type, prompt_ids)) <= {int}:
@@ -303,10 +343,20 @@ class EngineCore:
             name = request_id if i == 0 else f"{request_id}\x1f{i}"  # to the scheduler each answer is a request
             eos = self.spec.eos_token_ids
             request = Request(name, prompt_ids, own, priority, eos, client, deadline, original, adapter)
+            if params.constraint is not None:
+                self._grammars.begin(request, params.constraint)
             self.scheduler.add(request)  # raises for the first answer or for none, because all ask for the same
             self._answers[name] = _Answer(request_id, i, secrets.randbits(64) if own.seed is None else own.seed)
             self._names.setdefault(request_id, []).append(name)
+            if own.pooling is not None:
+                self._pooled.open(name)
             original = original or request
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what a request of ``params`` would wait for: its ``constraint``. Any thread may, beside steps. Raises
+        InputError if it cannot be used, DataError if the model's tokenizer cannot, and ConfigError without llguidance."""
+        if params.constraint is not None:
+            self._grammars.compile(params.constraint)
 
     def load_adapter(self, name: str, directory: Path | str) -> None:
         """Let requests name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
@@ -328,7 +378,7 @@ class EngineCore:
 
     def _remember(self, request: Request) -> None:
         """Tell the drafter that it has ended: its output may be a draft of later ones, and an abort is mostly a stop string."""
-        if self._drafter is not None:
+        if self._drafter is not None and request.params.pooling is None:
             self._drafter.ended(request)
 
     def _forget(self, name: str) -> None:
@@ -337,6 +387,7 @@ class EngineCore:
         if not self._names[request_id]:
             del self._names[request_id]
         self._prompt_scores.forget(name)
+        self._pooled.forget(name)
 
     def step(self) -> list[TokenEvent]:
         """Compute one step and return its events: at most one for each running answer, of one token or, where drafts were
@@ -364,6 +415,8 @@ class EngineCore:
         try:
             places = [i for i in range(len(step.requests)) if step.samples(i)]
             rows = [step.requests[i] for i in places]
+            if self._grammars.used:
+                self._grammars.look_ahead(rows)
             logits, failed = self._logits(step, places)
             # A search draws nothing, and its sequences are no answers yet.
             seeds = [self._answers[r.id].seed if r.beams is None else 0 for r in rows]
@@ -384,6 +437,11 @@ class EngineCore:
                 failed.add(request.id)
             else:
                 tokens[place] = new if place in step.drafts else new[0]
+        vectors = self._pooled.completed(step)
+        for place, vector in vectors.items():
+            if vector is None:
+                failed.add(step.requests[place].id)
+            tokens[place] = 0  # it is nobody's: a token ends the request
         failed.update(self.adapters.unheld(step.requests))
         lost: set[Request] = set()
         if searching:
@@ -410,6 +468,13 @@ class EngineCore:
                 n_output += len(new)
                 scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
                 events.append(self._event(request.id, new, scored, request.finish_reason))
+                if request.n_output == len(new) and request.fork_of is None:
+                    events[-1].cached_tokens = request.n_prefix_hit
+        for place, vector in vectors.items():
+            request = step.requests[place]
+            if request.id not in failed:
+                events.append(self._event(request.id, [], finish_reason=request.finish_reason))
+                events[-1].cached_tokens, events[-1].embedding = request.n_prefix_hit, vector
         for request in finished:
             if request.id in failed:
                 events.append(self._event(request.id, [], finish_reason="error"))
@@ -439,17 +504,30 @@ class EngineCore:
                 events.append(TokenEvent(request_id, [each.token for each in part], scored, index=i))
             events[-1].finish_reason = "stop" if beam is not None and beam.stopped else why or "length"
             events[-1].cumulative_logprob = None if beam is None else beam.score
+        events[0].cached_tokens = root.n_prefix_hit
         self._forget(root.id)
         return events
 
     def _propose(self, decoding: Sequence[Request], n_rows: int, room: int) -> Mapping[int, Sequence[int]]:
-        """Drafts for those of ``decoding`` that do not search: what follows in a search is chosen from all its sequences."""
+        """Drafts for those of ``decoding`` that do not search: what follows in a search is chosen from all its sequences. Where
+        an answer must have a form, a draft ends before the first token that does not continue it."""
         assert self._drafter is not None
+        found: Mapping[int, Sequence[int]]
         if not self.scheduler.searching:
-            return self._drafter.propose(decoding, n_rows, room)
-        places = [i for i, request in enumerate(decoding) if request.beams is None]
-        found = self._drafter.propose([decoding[i] for i in places], n_rows, room) if places else {}
-        return {places[i]: draft for i, draft in found.items()}
+            found = self._drafter.propose(decoding, n_rows, room)
+        else:
+            places = [i for i, request in enumerate(decoding) if request.beams is None]
+            of_places = self._drafter.propose([decoding[i] for i in places], n_rows, room) if places else {}
+            found = {places[i]: draft for i, draft in of_places.items()}
+        if not self._grammars.used:
+            return found
+        cut: dict[int, Sequence[int]] = {}
+        for i, draft in found.items():
+            matcher = decoding[i].matcher
+            kept = draft[: matcher.accepted(decoding[i].tokens, draft)] if isinstance(matcher, Matcher) else draft
+            if kept:
+                cut[i] = kept
+        return cut
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
         """Logits of the last rows of the requests at ``places``, and the ids of requests whose prompts cannot be scored because
@@ -457,9 +535,12 @@ class EngineCore:
         if step.copies:  # answers share their prompt's full pages; the page within which they part is copied for each
             self.pool.copy(step.copies)
         wanted = self._prompt_scores.wanted(step)
-        if not wanted:
+        if not wanted and self._pooled.idle:
             return self.compute(step), set()
-        logits, n = self.compute(step, rows_of(step, wanted)), len(places) + sum(map(len, step.drafts.values()))
+        pooled = self._pooled.wanted(step)
+        logits = self.compute(step, rows_of(step, [*wanted, *pooled]), sum(n for _, _, n in pooled))
+        self._pooled.add(step, pooled, self._runner.hidden)
+        n = len(places) + sum(map(len, step.drafts.values()))
         known = self._runner.best_of(len(logits))
         largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
         return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self.threads_for(step))
@@ -475,9 +556,10 @@ class EngineCore:
         answer = self._answers[name]
         return TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
 
-    def compute(self, step: ScheduledStep, rows: Tensor | None = None) -> Tensor:
-        """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows)."""
-        return self._runner.run(step, rows, self.threads_for(step))
+    def compute(self, step: ScheduledStep, rows: Tensor | None = None, n_hidden: int = 0) -> Tensor:
+        """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows), of
+        which the last ``n_hidden`` have hidden states instead."""
+        return self._runner.run(step, rows, self.threads_for(step), n_hidden=n_hidden)
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor] | None:
         """The largest logit of each of the last step's first ``n`` rows and its token, where the runner looks for them."""

@@ -30,7 +30,7 @@ class Buffers:
     """The plan's buffers during one step (``engine.plan`` says what each holds)."""
 
     __slots__ = (
-        "adapted", "attention_out", "batch", "chosen", "logits", "mlp_inner", "normed", "qkv", "residual", "routed",
+        "adapted", "attention_out", "batch", "chosen", "hidden", "logits", "mlp_inner", "normed", "qkv", "residual", "routed",
         "shared_shares", "shares",
     )  # fmt: skip
 
@@ -46,6 +46,7 @@ class Buffers:
         self.chosen: Any = None
         self.shares: Any = None
         self.shared_shares: Any = None
+        self.hidden: Any = None
         self.logits: Any = None
 
 
@@ -106,12 +107,15 @@ class TorchInterpreter:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Float[Tensor, "sampled V"]:
-        """fp32 logits of the rows that a token is sampled from. Keys and values of all rows are in the pool afterwards."""
+        """fp32 logits of the rows that a token is sampled from; the last ``n_hidden`` have ``hidden`` states instead.
+
+        Keys and values of all rows are in the pool afterwards."""
         buffers = Buffers(batch)
         for run, op in self._program:
             run(op, buffers)
             if self.watch is not None:
                 self.watch(op, buffers)
+        self.hidden: Tensor = buffers.hidden
         logits: Tensor = buffers.logits
         return logits
 
@@ -263,4 +267,6 @@ class TorchInterpreter:
         b.residual = b.residual + op.scale * added
 
     def _lm_head(self, op: p.LmHead, b: Buffers) -> None:
-        b.logits = capped(op.matrix(b.normed).float(), op.cap)
+        n = len(b.normed) - b.batch.n_hidden
+        b.hidden = b.normed[n:].float()
+        b.logits = capped(op.matrix(b.normed[:n]).float(), op.cap)

@@ -1,4 +1,4 @@
-"""Measures what all keys of a head have in common, so that an int8 cache need not spend its codes on it."""
+"""Measures what all keys of a head have in common, so that a cache in int8 or int4 need not spend its codes on it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import DataError, EngineError, InputError
@@ -18,7 +20,10 @@ from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.engine.meters import EngineStats
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.scheduling.request import FinishReason
-from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.scheduling.sampling_params import Pooling, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32
 
 Prompt = str | Sequence[int]
 
@@ -96,6 +101,7 @@ class _Open:
     lora: str | None = None
     first: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: Float32[np.ndarray, " E"] | None = None
 
     @property
     def finished(self) -> bool:
@@ -206,6 +212,27 @@ class LLM:
         ``use_beam_search`` finds the same ones. Raises what ``generate`` raises."""
         return [BeamSearchOutput.of(output) for output in self.generate(prompts, params.sampling(), lora)]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "mean",
+        lora: str | Sequence[str | None] | None = None,
+    ) -> Float32[np.ndarray, "n E"]:
+        """A vector of Euclidean length 1 for each prompt: the mean of its hidden states after the final norm.
+
+        With ``pooling`` "last" it is the hidden state of the last token. Prompts run together, as ``generate``'s do. Raises
+        what ``generate`` raises, and EngineError for a prompt whose hidden states are not finite."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
+        requests = self._start(prompts, params, lora)
+        for _ in self._run(requests):
+            pass
+        found = np.zeros((len(requests), self.engine.spec.d_model), np.float32)
+        for row, request in zip(found, requests, strict=True):
+            if request.embedding is None:
+                raise EngineError("the model's output was not finite. The weights may be damaged.")
+            row[:] = request.embedding
+        return found
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
@@ -265,6 +292,7 @@ class LLM:
                         request.prompt_logprobs = [*(request.prompt_logprobs or ()), *event.prompt_logprobs]
                         continue
                     request.first = request.first or time.perf_counter()
+                    request.embedding = event.embedding
                     delta = _delta(request, event)
                     if delta.finish_reason is not None:
                         if request.finished:

@@ -69,6 +69,15 @@ class NativeAdapter:
                 at.parts[j] = CAdapterPart(next(addresses), begin, len(b), first, b.shape[1], second, 0)
         self.width = -(-max(at.n for at in self._at) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
         self.c = CAdapter(ctypes.addressof(self._at), form.number)
+        self._firsts: dict[int, tuple[CAdapter, ctypes.Array[CAdapterAt]]] = {}
+
+    def first(self, n: int) -> CAdapter:
+        """The same numbers, for a plan of the first ``n`` operations and two more without adapters (``Plan.first``)."""
+        if n not in self._firsts:
+            at = (CAdapterAt * (n + 2))()
+            ctypes.memmove(at, self._at, n * ctypes.sizeof(CAdapterAt))
+            self._firsts[n] = CAdapter(ctypes.addressof(at), self.c.form), at
+        return self._firsts[n][0]
 
     def _pack(self, matrices: list[Tensor], form: _Form) -> list[int]:
         """``matrices`` in panels, one after another in one block of the library's large pages. Their addresses."""

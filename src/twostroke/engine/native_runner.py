@@ -18,7 +18,7 @@ from twostroke.engine import plan as p
 from twostroke.engine.adapters import Parts
 from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.native_adapters import NativeAdapter
-from twostroke.engine.native_structs import OPS, CBatch, CModel, COp
+from twostroke.engine.native_structs import OPS, CAdapter, CBatch, CModel, COp
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import FORMATS, NativeExperts, NativeMatrix, NativePair
@@ -36,10 +36,11 @@ class NativeRunner:
     """Advances ``pool`` by scheduled steps of a plan lowered with ``native=True``. Raises ConfigError without the library.
 
     Page tables and all arrays of a step are made once and refilled, so that a decode step costs Python tens of microseconds.
-    All runners of a process share the library's one pool of threads.
+    All runners of a process share the library's one pool of threads. ``whole`` is the runner of the plan of which this one is
+    the first layers (``Plan.first``): its adapters are read.
     """
 
-    def __init__(self, plan: p.Plan, pool: TiledKVPool, config: SchedulerConfig) -> None:
+    def __init__(self, plan: p.Plan, pool: TiledKVPool, config: SchedulerConfig, whole: NativeRunner | None = None) -> None:
         loaded = library()
         if loaded is None:
             raise ConfigError(f"runner='native' needs the native library. {why_absent()}")
@@ -47,6 +48,8 @@ class NativeRunner:
         loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [ctypes.c_void_p]
         loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
         self._library, self.plan, self.pool = loaded, plan, pool
+        self._whole = whole or self
+        self._gathers = any(isinstance(op, p.GatherSampledRows) for op in plan.ops)
         spec = plan.spec.attended
         self._held: list[Tensor] = []  # tensors that the library points to and the plan does not keep alive
         ops = (COp * len(plan.ops))(*map(self._op, plan.ops))
@@ -76,6 +79,7 @@ class NativeRunner:
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_held = 0
+        self.hidden = torch.empty((0, spec.d_model))  # (n_hidden, E) in fp32: what the head would read of the last step's rows
         # Rows of logits that stay allocated; more exist only while prompts are scored.
         self._n_usual = config.max_running + config.draft_rows
         self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
@@ -95,20 +99,26 @@ class NativeRunner:
         n_threads: int = 1,
         all_rows: bool = False,
         trace: Float[Tensor, "states n E"] | None = None,
+        n_hidden: int = 0,
     ) -> Float[Tensor, "kept V"]:
-        """fp32 logits of the rows that a token is sampled from, of ``rows``, or of all. They are valid until the next call.
+        """fp32 logits of the rows that a token is sampled from, of ``rows``, or of all. They are valid until the next call. The
+        last ``n_hidden`` of ``rows`` have no logits, but ``hidden``.
 
-        With ``n_threads`` 1 the caller's thread computes alone and the pool is not woken. ``trace`` receives the residual
-        stream after the embedding and after each block; it needs ``all_rows``, because other rows end at the last attention.
+        A plan that gathers no rows computes all. With ``n_threads`` 1 the caller's thread computes alone and the pool is not
+        woken. ``trace`` receives the residual stream after the embedding and after each block; it needs ``all_rows``, because
+        other rows end at the last attention.
         """
         batch, n, given = self._batch, len(step.requests), step
-        adapters = [getattr(request.adapter, "held", None) for request in step.requests] if self._n_held else []
+        if not self._gathers:
+            rows, all_rows = None, True
+        held = self._whole._n_held
+        adapters = [getattr(request.adapter, "held", None) for request in step.requests] if held else []
         row_of: np.ndarray | None = None
         if any(adapters):
             if not all_rows:
                 step, adapters, row_of = _grouped(step, adapters)
             batch.adapter_width = max(adapter.width for adapter in adapters if adapter is not None)
-            pointers = (ctypes.c_void_p * n)(*(a and ctypes.addressof(a.c) for a in adapters))
+            pointers = (ctypes.c_void_p * n)(*(a and ctypes.addressof(self._form_of(a)) for a in adapters))
             batch.adapters = ctypes.addressof(pointers)
         else:
             batch.adapters, batch.adapter_width = None, 0
@@ -135,10 +145,13 @@ class NativeRunner:
         if row_of is not None:
             kept = row_of if kept is None else row_of[kept]
         n_kept = n_rows if kept is None else len(kept)
-        if n_kept <= self._n_usual:  # the last scored prompt is over
+        n_logits = n_kept - n_hidden
+        if n_logits <= self._n_usual:  # the last scored prompt is over
             self.release_logits()
-        if self._logits.shape[0] < n_kept:
-            self._take_logits(n_kept)
+        if self._logits.shape[0] < n_logits:
+            self._take_logits(n_logits)
+        self.hidden = torch.empty((n_hidden, self.plan.spec.d_model))
+        batch.hidden, batch.n_hidden = self.hidden.data_ptr(), n_hidden
         batch.n_requests = n
         batch.kept, batch.n_kept = (None, 0) if kept is None else (kept.ctypes.data, n_kept)
         batch.logits, batch.best = self._logits.data_ptr(), self._best.data_ptr()
@@ -154,7 +167,7 @@ class NativeRunner:
                 f"not enough memory for the step's scratch buffers (token_budget={len(self._tokens)}, "
                 f"max_running={len(self._starts)}). Lower token_budget."
             )
-        return self._logits[:n_kept]
+        return self._logits[:n_logits]
 
     def _take_logits(self, n: int) -> None:
         self._logits, self._best = torch.empty((n, self.plan.spec.vocab_size)), torch.empty(n)
@@ -164,6 +177,9 @@ class NativeRunner:
         """The form in which the library reads an adapter."""
         self._n_held += 1
         return NativeAdapter(self.plan, parts, scheme_of(self.plan.weights).adapter_element(native=True))
+
+    def _form_of(self, adapter: NativeAdapter) -> CAdapter:
+        return adapter.c if self._whole is self else adapter.first(len(self.plan.ops) - 2)
 
     def release_logits(self) -> None:
         """Free the logits if they have more rows than requests may run at once."""

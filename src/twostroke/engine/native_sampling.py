@@ -34,11 +34,11 @@ DRAW = np.dtype(
 )
 """``Draw`` in kernels/native/sampling.h. ``number`` is the random number in [0, 1). ``top_k`` 0 keeps all tokens."""
 
-_ARRAYS = ("biased", "biases", "prompt", "output", "counts", "fresh", "ends")
+_ARRAYS = ("biased", "biases", "prompt", "output", "counts", "fresh", "ends", "allowed")
 ADJUSTMENT = np.dtype(
     [
         *((name, np.int64) for name in ("row", "token", "n_biased", "n_prompt", "n_output", "n_ends")),
-        *((name, np.uintp) for name in (*_ARRAYS, "undo")),
+        *((name, np.uintp) for name in (*_ARRAYS, "whole", "undo")),
         ("presence", np.float64),
         ("frequency", np.float64),
         ("repetition", np.float32),
@@ -52,17 +52,17 @@ mirror_bytes("Adjustment", ADJUSTMENT.itemsize)
 
 
 # One ``ADJUSTMENT`` as bytes. A request packs it anew when its arrays move, and else changes only ``n_output`` in it.
-_RECORD = struct.Struct("=6q8Q2d2f")
+_RECORD = struct.Struct("=6q10Q2d2f")
 _N_OUTPUT = struct.Struct("=q"), ADJUSTMENT.fields["n_output"][1]  # type: ignore[index]
 
 
 def adjustment(params: SamplingParams, arrays: Mapping[str, npt.NDArray[Any]], n_output: int) -> bytearray:
     """One ``ADJUSTMENT`` that points to ``arrays``, so it is valid while they live. Of the arrays that grow with the output
-    the first ``n_output`` places are used."""
+    the first ``n_output`` places are used. Without ``allowed`` among them all tokens are."""
     lengths = len(arrays["biased"]), len(arrays["prompt"]), n_output, len(arrays["ends"])
-    addresses = [arrays[name].__array_interface__["data"][0] for name in _ARRAYS]
+    addresses = [arrays[name].__array_interface__["data"][0] if name in arrays else 0 for name in _ARRAYS]
     penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
-    return bytearray(_RECORD.pack(0, 0, *lengths, *addresses, 0, *penalties, 0.0))
+    return bytearray(_RECORD.pack(0, 0, *lengths, *addresses, 0, 0, *penalties, 0.0))
 
 
 def set_n_output(record: bytearray, n_output: int) -> None:
@@ -71,15 +71,19 @@ def set_n_output(record: bytearray, n_output: int) -> None:
 
 
 class Adjustments:
-    """Changes to ``rows`` of logits: one of ``records``, made by ``adjustment``, for each row."""
+    """Changes to ``rows`` of logits: one of ``records``, made by ``adjustment``, for each row. ``n_vocab`` is given if they are
+    to be restored."""
 
-    def __init__(self, rows: Sequence[int], records: Sequence[bytearray]) -> None:
+    def __init__(self, rows: Sequence[int], records: Sequence[bytearray], n_vocab: int | None = None) -> None:
         made = np.frombuffer(bytearray(b"".join(records)), ADJUSTMENT)
         made["row"] = rows
         sizes = made["n_biased"] + made["n_prompt"] + 2 * made["n_output"] + made["n_ends"]
         # What a row holds at every place that changes; a place of the output can change twice, by both kinds of penalty.
         self._undo = np.empty(int(sizes.sum()), np.float32)
         made["undo"] = self._undo.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uintp)
+        if n_vocab is not None and (masked := np.flatnonzero(made["allowed"])).size:
+            self._whole = np.empty((len(masked), n_vocab), np.float32)
+            made["whole"][masked] = self._whole.ctypes.data + 4 * n_vocab * np.arange(len(masked), dtype=np.uintp)
         self._made = made
 
     @property

@@ -169,6 +169,8 @@ class CBatch(ctypes.Structure):
         ("experts_touched", _POINTER),
         ("adapters", _POINTER),
         ("adapter_width", _I64),
+        ("hidden", _POINTER),
+        ("n_hidden", _I64),
     ]
 
 

@@ -8,11 +8,12 @@ plan with torch and is the reference for faster runners.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from twostroke.core.crossovers import Crossovers
+from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import Activation, MlaSpec, ModelSpec, MoeSpec
 from twostroke.kernels.matrix import ExpertMatrices, Matrix
@@ -204,6 +205,15 @@ class Plan:
     dtype: str
     crossovers: Crossovers
 
+    def first(self, n_layers: int) -> Plan:
+        """The first ``n_layers`` layers, then the final norm and the head: the same operations with the same matrices, those of
+        layers at the same places. Without the last layer's ``GatherSampledRows`` every row of a step has logits. Raises
+        ConfigError unless there are more layers than that."""
+        ends = [place for place, op in enumerate(self.ops, start=1) if _ends_block(op)]
+        if not 1 <= n_layers < len(ends):
+            raise ConfigError(f"layers={n_layers} must be from 1 to {len(ends) - 1}, before the last of {len(ends)} layers.")
+        return replace(self, ops=(*self.ops[: ends[n_layers - 1]], *self.ops[-2:]))
+
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a step reads, however many rows it has; of experts those of one row. The embedding's rows, a
@@ -250,6 +260,10 @@ class Plan:
         if embed.positions is not None:
             total += embed.positions.numel() * element_bytes
         return total
+
+
+def _ends_block(op: Op) -> bool:
+    return isinstance(op, ExpertsAdd) or (isinstance(op, OutProjectionAdd | MlpDownAdd) and op.ends_block)
 
 
 def _matrices(op: Op) -> tuple[Matrix | ExpertMatrices, ...]:

@@ -84,9 +84,11 @@ def sample(
     failed = {i for i, value in enumerate(values) if not math.isfinite(value)}
     changed = [i for i, request in enumerate(requests) if i not in failed and is_changed(request)]
     adjusted: Adjusted | None = None
+    # Log-probabilities are those of the model itself, before biases and penalties.
+    kept = known is None or any(requests[i].params.logprobs is not None for i in changed)
     if changed:
         logits = logits.contiguous()
-        adjusted = Adjusted(logits, [at[i] for i in changed], [requests[i] for i in changed], n_threads)
+        adjusted = Adjusted(logits, [at[i] for i in changed], [requests[i] for i in changed], n_threads, kept)
         for i, token, value in zip(changed, adjusted.tokens, adjusted.best, strict=True):
             tokens[i] = token  # a greedy request takes it; a drawn token replaces it below
             if not math.isfinite(value):
@@ -97,8 +99,7 @@ def sample(
         chosen = draw_tokens(logits, places, [requests[i] for i in drawn], [seeds[i] for i in drawn], n_threads)
         for i, token in zip(drawn, chosen, strict=True):
             tokens[i] = token
-    # Log-probabilities are those of the model itself, before biases and penalties.
-    if adjusted is not None and (known is None or any(requests[i].params.logprobs is not None for i in changed)):
+    if adjusted is not None and kept:
         adjusted.restore()
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None and i not in failed]

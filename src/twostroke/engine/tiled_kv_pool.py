@@ -16,6 +16,17 @@ from twostroke.core.spec import ModelSpec
 from twostroke.engine.kv_pool import all_finite, poison, token_bytes
 from twostroke.engine.memory import untouched_zeros
 from twostroke.engine.tiers.images import PageImages
+from twostroke.kernels.four_bit_cache import (
+    hadamard,
+    key_codes,
+    keys_of,
+    pack_halves,
+    pack_neighbours,
+    unpack_halves,
+    unpack_neighbours,
+    value_codes,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,6 +44,10 @@ class TiledKVPool:
     ``int8`` are symmetric codes, with one fp32 scale for each slot and head, keys and values apart. Before keys are coded, the
     ``key_offset`` (layers, K, D) is subtracted. Softmax does not see it (``engine.key_offset``), so it is not added back.
 
+    ``int4`` are codes of transformed heads (``kernels.four_bit_cache``), two a byte: a tile's keys are (D/2, 16) bytes of
+    neighbouring codes, its values (16, D/2) bytes of codes D/2 apart. Two slots share no byte, so threads may write them at
+    once. Keys have the scale and the middle of their range, in bf16, in the place of one scale.
+
     The methods that the torch interpreter calls take and return plain tensors. They are the reference, and slow. The system
     hands out zeroed memory as it is touched; ``KVPool`` says why zeros matter, and what ``poisoned`` is.
     """
@@ -47,13 +62,17 @@ class TiledKVPool:
         self.n_slots = -(-n_pages * page_tokens // TILE) * TILE
         self.n_bytes = token_bytes(spec, dtype) * n_pages * page_tokens
         self.scaled = CACHES[dtype].scaled
-        held = getattr(torch, TORCH_NAMES[dtype])
-        self.pair = pair = 1 if dtype == "fp32" else 2
+        self.four_bits = CACHES[dtype].transformed
+        held = torch.uint8 if self.four_bits else getattr(torch, TORCH_NAMES[dtype])
+        self.pair = pair = 1 if dtype == "fp32" or self.four_bits else 2
+        self.width = -(-spec.head_dim // 2) if self.four_bits else spec.head_dim  # of a head, in what is stored
         heads = (spec.n_layers, spec.n_kv_heads, self.n_slots // TILE)
-        self.keys = self._zeros((*heads, -(-spec.head_dim // pair), TILE, pair), held)
-        self.values = self._zeros((*heads, TILE // pair, spec.head_dim, pair), held)
+        self.keys = self._zeros((*heads, -(-self.width // pair), TILE, pair), held)
+        self.values = self._zeros((*heads, TILE // pair, self.width, pair), held)
         n_scales = (spec.n_layers, spec.n_kv_heads, self.n_slots if self.scaled else 0)
-        self.key_scales, self.value_scales = (self._zeros(n_scales, torch.float32) for _ in range(2))
+        self.value_scales = self._zeros(n_scales, torch.float32)
+        of_key = torch.bfloat16 if self.four_bits else torch.float32
+        self.key_scales = self._zeros((*n_scales, 2) if self.four_bits else n_scales, of_key)
         self.key_offset = torch.zeros((spec.n_layers if self.scaled else 0, spec.n_kv_heads, spec.head_dim))
 
     @staticmethod
@@ -65,16 +84,23 @@ class TiledKVPool:
         """Keys and values of new tokens into their slots."""
         # Rounded before the check, because the largest fp32 numbers become infinite in bf16.
         held = heads.float() if self.scaled else heads.to(self.keys.dtype).float()
+        if self.four_bits:
+            held = hadamard(torch.cat((held[: self.n_kv_heads] - self.key_offset[layer][:, None], held[self.n_kv_heads :])))
         if not all_finite(held):
             held = poison(held)
             self.poisoned = True
         new_keys, new_values = held.split(self.n_kv_heads)
         tile, lane, pair = slots // TILE, slots % TILE, self.pair
-        if self.scaled:
+        if self.four_bits:
+            codes, self.key_scales[layer][:, slots] = key_codes(new_keys)
+            new_keys = pack_neighbours(codes)
+            codes, self.value_scales[layer][:, slots] = value_codes(new_values)
+            new_values = pack_halves(codes)
+        elif self.scaled:
             new_keys = self._codes(new_keys - self.key_offset[layer][:, None], self.key_scales[layer], slots)
             new_values = self._codes(new_values, self.value_scales[layer], slots)
         # An odd head dimension is filled up to whole pairs with a zero, which adds nothing to a score.
-        new_keys = torch.nn.functional.pad(new_keys, (0, -self.head_dim % pair)).unflatten(2, (-1, pair))
+        new_keys = torch.nn.functional.pad(new_keys, (0, -self.width % pair)).unflatten(2, (-1, pair))
         self.keys[layer][:, tile, :, lane] = new_keys.transpose(0, 1).to(self.keys.dtype)
         self.values[layer][:, tile, lane // pair, :, lane % pair] = new_values.transpose(0, 1).to(self.values.dtype)
 
@@ -100,9 +126,14 @@ class TiledKVPool:
 
     def _read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         tile, lane, pair = slots // TILE, slots % TILE, self.pair
-        # Cut to head_dim, without the zero that fills up an odd one.
-        keys = self.keys[layer][:, tile, :, lane].float().flatten(2)[..., : self.head_dim].transpose(0, 1)
-        values = self.values[layer][:, tile, lane // pair, :, lane % pair].float().transpose(0, 1)
+        # Cut without the zero that fills up an odd head dimension.
+        keys = self.keys[layer][:, tile, :, lane].flatten(2)[..., : self.width].transpose(0, 1)
+        values = self.values[layer][:, tile, lane // pair, :, lane % pair].transpose(0, 1)
+        if self.four_bits:
+            keys = keys_of(unpack_neighbours(keys, self.head_dim), self.key_scales[layer][:, slots])
+            values = values_of(unpack_halves(values, self.head_dim), self.value_scales[layer][:, slots])
+            return hadamard(keys), hadamard(values)
+        keys, values = keys.float(), values.float()
         if self.scaled:
             keys = keys * self.key_scales[layer][:, slots, None]
             values = values * self.value_scales[layer][:, slots, None]

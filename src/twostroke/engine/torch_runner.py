@@ -31,12 +31,20 @@ class TorchRunner:
         self._interpreter = TorchInterpreter(plan, pool, experts=self.experts)
 
     @torch.inference_mode()
-    def run(self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1) -> Float[Tensor, "kept V"]:
-        """fp32 logits of the rows that a token is sampled from, or of ``rows``."""
+    def run(
+        self, step: ScheduledStep, rows: Tensor | None = None, n_threads: int = 1, n_hidden: int = 0
+    ) -> Float[Tensor, "kept V"]:
+        """fp32 logits of the rows that a token is sampled from, or of ``rows``. The last ``n_hidden`` of ``rows`` have no
+        logits, but ``hidden``."""
         if self.experts is not None:
             self.experts.touched[0] = 0
         batch = self._builder.build(step)
-        return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows))
+        return self._interpreter.run(batch if rows is None else replace(batch, sampled_rows=rows, n_hidden=n_hidden))
+
+    @property
+    def hidden(self) -> Float[Tensor, "n_hidden E"]:
+        """In fp32: what the head would have read of the last step's last rows."""
+        return self._interpreter.hidden
 
     @staticmethod
     def hold(parts: Parts) -> Parts:

@@ -76,7 +76,7 @@ def error_percent(predicted: float | None, measured: float | None) -> float | No
     return 100.0 * (predicted - measured) / measured
 
 
-WHOLE_RUN = frozenset({"train_time_s", "energy_kwh", "cost_usd"})
+WHOLE_RUN = frozenset({"train_time_s", "elapsed_s", "energy_kwh", "cost_usd"})
 """Names that are predicted for a whole run. If a run was interrupted or failed, they are shown and not scored."""
 
 

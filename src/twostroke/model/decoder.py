@@ -151,6 +151,7 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(Block(spec, i) for i in range(spec.n_layers))
             self.final_norm = make_norm(spec)
             self.head = None if spec.tied_embeddings else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+        self.after_block: Callable[[int, Tensor, Tensor], Tensor] | None = None  # set by training.early_exit
         for parameter in self.parameters():  # buffers stay fp32
             parameter.data = parameter.data.to(dtype)
         place = torch.device(device or "cpu")
@@ -210,8 +211,9 @@ class Decoder(nn.Module):
         else:
             explicit = must_be_explicit(spec, device, dtype, n_tokens, self.training)
             masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
-        for block, rope, window in zip(self.blocks, ropes, windows, strict=True):
-            residual = block(residual, rope, masks[window])
+        for i, (block, rope, window) in enumerate(zip(self.blocks, ropes, windows, strict=True)):
+            after = block(residual, rope, masks[window])
+            residual = after if self.after_block is None else self.after_block(i, residual, after)
         return self.read_out(residual)
 
     def embedded(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:

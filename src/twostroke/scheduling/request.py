@@ -55,9 +55,11 @@ class Request:
         "forks",
         "id",
         "limit",
+        "matcher",
         "min_length",
         "n_computed",
         "n_dropped",
+        "n_passed",
         "n_preemptions",
         "n_prefix_hit",
         "n_prompt",
@@ -97,10 +99,13 @@ class Request:
         self.tokens: list[int] = list(prompt_ids)
         self.n_prompt = len(self.tokens)
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
-        self.limit = self.n_prompt + params.max_tokens  # tokens at which it ends; the scheduler lowers it to max_model_len
+        # Tokens at which it ends; the scheduler lowers it to max_model_len.
+        self.limit = self.n_prompt + (params.max_tokens if params.pooling is None else 1)
         self.min_length = self.n_prompt + params.min_tokens
-        self.adjusted = bool(params.logit_bias) or params.has_penalties  # whether logits are changed for each token
+        # Whether logits are changed for each token.
+        self.adjusted = bool(params.logit_bias) or params.has_penalties or params.constraint is not None
         self.adjuster: object = None  # the sampler's state of this request between steps
+        self.matcher: object = None  # how far the output has come in the form that it must have
         self.drafter: object = None  # what drafts are made from, if any are made
         self.arrival = -1  # order of arrival, given by the scheduler
         self.status = Status.WAITING
@@ -112,9 +117,10 @@ class Request:
         self.slot = -1  # row of per-request tables in the engine while it runs
         self.page_keys: list[bytes] = []  # chained hash of each full page of ``tokens``, computed once
         self.n_registered = 0  # leading pages that have been offered to the prefix tree
-        self.n_prefix_hit = 0  # tokens found in the prefix tree and below it at the last admission
+        self.n_prefix_hit = 0  # tokens found in the prefix tree and below it at the first admission
         self.restorable = 0  # leading pages that are to be had by loading further ones; 0 if none is to be loaded
         self.n_preemptions = 0
+        self.n_passed = 0  # later requests that were admitted first
         self.beams = Beams(self, params) if params.use_beam_search else None
 
     @property

@@ -12,6 +12,7 @@ from typing import Literal
 
 from twostroke.core.errors import InputError
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
+from twostroke.scheduling.constraint import Constraint
 
 MAX_LOGPROBS = 20
 """Most alternatives that a request may ask for at each token (OpenAI's bound). They cost a sort of the vocabulary and
@@ -23,6 +24,8 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024
 MAX_STOP_CHARACTERS = 1024
+
+Pooling = Literal["mean", "last"]
 
 FORK_STRIDE = 0x9E3779B97F4A7C15
 """Distance between the seeds of the answers to one prompt. It is large (2⁶⁴ over the golden ratio), so that they do not meet
@@ -58,6 +61,13 @@ class SamplingParams:
     log-probabilities, after biases and penalties, ÷ length ** ``length_penalty``; ``early_stopping`` (True, False, "never")
     says when the search ends (``BeamSearch``).
 
+    ``pooling`` asks for one vector in the place of an answer: the mean of the prompt's hidden states after the final norm
+    ("mean") or that of its last token ("last"), of Euclidean length 1. No token is sampled.
+
+    ``constraint`` is a form that the answer must have: after biases and penalties, tokens that cannot continue it become
+    impossible. The end-of-sequence token is possible where the form is complete. An answer of ``max_tokens`` may be cut off
+    before. It goes neither with a beam search nor with what puts off the end (``ignore_eos``, ``min_tokens``).
+
     A request ends with ``"stop"`` at an end-of-sequence token of the model (unless ``ignore_eos``), at one of
     ``stop_token_ids``, or when its text contains one of ``stop`` (never before ``min_tokens`` tokens), and with ``"length"``
     after ``max_tokens``.
@@ -87,6 +97,8 @@ class SamplingParams:
     best_of: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    pooling: Pooling | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -118,6 +130,25 @@ class SamplingParams:
         _integer("prompt_logprobs_start", self.prompt_logprobs_start, 1, 2**31)
         _integer("n", self.n, 1, MAX_N)
         self._check_beams()
+        self._check_pooling()
+        self._check_constraint()
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in (None, "mean", "last"):
+            raise InputError(f"pooling={str(self.pooling)[:40]!r} must be 'mean' or 'last'.", field="pooling")
+        if self.pooling is not None and (self.n > 1 or self.use_beam_search or self.prompt_logprobs is not None):
+            raise InputError(
+                "pooling gives one vector and goes with neither n, beam search nor prompt_logprobs.", field="pooling"
+            )
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise InputError(f"constraint={self.constraint!r:.40} must be a Constraint.", field="constraint")
+        for name in ("use_beam_search", "ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InputError(f"{name} does not go with an answer of a given form. Leave one of them out.", field=name)
 
     def _check_beams(self) -> None:
         if self.best_of is not None:

@@ -11,12 +11,14 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
+from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.beams import Beams, BeamSearch
 from twostroke.scheduling.lower_tier import LowerTier
 from twostroke.scheduling.page_lists import PageLists
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.request import FinishReason, Request, Status
+from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.step import Propose, ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
@@ -24,6 +26,9 @@ __all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
 
 LEAST_BEGUN = 0.25
 """Share of a page that a prompt must have in common with one for that page to be copied: fewer tokens are computed as fast."""
+
+MOST_PASSED = 8
+"""Times that a waiting request lets a later one of its client go first."""
 
 
 class Adapters(Protocol):
@@ -40,9 +45,12 @@ class Scheduler:
     1. Every decoding request gets its token first, so that no prefill can starve it.
     2. The rest of the token budget goes to prompts, in chunks. Prompts under way and waiting prompts share one order, by
        ``queue_rank``. So a prompt of 100,000 tokens shares each step with another client's short one; in order of arrival the
-       short one would wait about 200 steps of 512 tokens.
+       short one would wait about 200 steps of 512 tokens. Prompts that were put behind others (a priority above 0) get at most
+       ``BEHIND_TOKENS`` of a step, ``BESIDE_TOKENS`` if a request of a lower value decodes in it, and none beside a prompt
+       of a lower value.
     3. A waiting request is admitted only if pages for all its known tokens are free and each running request could still take
-       one page more. It holds those pages from then on, so that only decoding can run out of pages.
+       one page more. It holds those pages from then on, so that only decoding can run out of pages. Of one client's next few
+       the one goes first of whose prompt most is cached, and passes nobody who was passed ``MOST_PASSED`` times.
 
     Two events preempt a running request: decoding runs out of pages, or a request of higher priority waits and could run in its
     place. The victim is the running request of the lowest priority that arrived last. Its pages are freed, and it waits to be
@@ -68,6 +76,9 @@ class Scheduler:
     Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
     slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
     """
+
+    look_ahead = 8
+    """Waiting requests behind the first, of the same client, that are asked how much of their prompt is cached."""
 
     def __init__(
         self,
@@ -220,17 +231,26 @@ class Scheduler:
         under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
-            if first is not None and (not under_way or queue_rank(first) < queue_rank(under_way[-1])):
-                if not (self._fork(first, copies) or self._admit(first, copies)):
-                    admitting = False
-                    continue
-                self._waiting.remove(first)
-                grown.append(first)
-                request = first
-            elif under_way:
-                request = under_way.pop()
-            else:
+            if first is not None and under_way and queue_rank(under_way[-1]) < queue_rank(first):
+                first = None
+            if first is None and not under_way:
                 break
+            request = first or under_way[-1]
+            if request.priority > 0:
+                beside = any(r.priority < request.priority for r in requests[:n_decodes])
+                budget = min(budget, (BESIDE_TOKENS if beside else BEHIND_TOKENS) - sum(counts[n_decodes:]))
+                urgent = len(requests) > n_decodes and requests[n_decodes].priority < request.priority
+                if urgent or budget <= 0:
+                    break
+            if first is None:
+                under_way.pop()
+            elif (admitted := self._admit_first(first, copies)) is not None:
+                self._waiting.remove(admitted)
+                grown.append(admitted)
+                request = admitted
+            else:
+                admitting = False
+                continue
             if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
                 continue  # it loads further pages in the next step
             n = self._chunk(self._due(request), budget)
@@ -244,49 +264,54 @@ class Scheduler:
             requests.append(request)
             counts.append(n)
             budget -= n
-        drafts: dict[int, list[int]] = {}
-        if propose is not None and n_decodes and min(budget, self.config.draft_rows) > 0:
-            drafts = self._draft(propose, requests[:n_decodes], counts, min(budget, self.config.draft_rows), grown)
         grown = [r for r in grown if r.status is Status.RUNNING]  # some may have been preempted since
         copies += [(source, target) for source, target, holder in parted if target in holder.pages]
         self._n_steps += 1
         step = ScheduledStep(
-            self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies, drafts
+            self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
         )
         self._in_flight = step
+        room = min(budget, self.config.draft_rows)
+        if propose is not None and n_decodes and room > 0:
+            try:
+                self._draft(propose, step, room)
+            except BaseException:  # Ctrl-C too, since a model may compute the drafts
+                self.abandon(step)
+                raise
         return step
 
-    def _draft(
-        self, propose: Propose, decoding: Sequence[Request], counts: list[int], room: int, grown: list[Request]
-    ) -> dict[int, list[int]]:
-        """What is proposed for ``decoding``, cut to what can be right and to the pages there are; ``counts`` grow by it."""
-        found: dict[int, list[int]] = {}
-        for i, tokens in propose(decoding, sum(counts), room).items():
-            request = decoding[i]
+    def _draft(self, propose: Propose, step: ScheduledStep, room: int) -> None:
+        """Add to ``step`` what is proposed for its decoding requests, cut to what can be right and to the pages there are."""
+        for i, tokens in propose(step.requests[: step.n_decodes], step.n_tokens, room).items():
+            request = step.requests[i]
             # The row behind the last draft yields one token more, and what ends a request is not computed.
             n = min(len(tokens), room, request.limit - len(request.tokens) - 1)
             draft = list(tokens[: max(0, n)])
             ends = [at for at, token in enumerate(draft) if token in request.stop_ids]
             del draft[ends[0] if ends else len(draft) :]
-            short = request.n_computed + 1 + len(draft) - request.capacity
-            if short > 0:
-                n_pages = self.page_lists.pages_for(short)
-                pages = (
-                    self.pool.allocate(n_pages, after=request.pages[-1])
-                    if n_pages + self.n_running <= self.pool.n_free
-                    else None
-                )
-                if pages is None:
-                    del draft[len(draft) - short :]
-                else:
-                    request.pages += pages
-                    request.capacity += n_pages * self.config.page_tokens
-                    grown.append(request)
+            del draft[self.reserve(request, len(draft)) :]
             if draft:
-                found[i] = draft
-                counts[i] += len(draft)
+                step.drafts[i] = draft
+                step.counts[i] += len(draft)
                 room -= len(draft)
-        return found
+
+    def reserve(self, request: Request, n: int) -> int:
+        """Take pages for ``n`` drafts of a request that decodes in the step that is being decided. Returns for how many there
+        is room: one page is left for each running request."""
+        assert self._in_flight is not None
+        short = request.n_computed + 1 + n - request.capacity
+        if short <= 0:
+            return n
+        n_pages = self.page_lists.pages_for(short)
+        if n_pages + self.n_running > self.pool.n_free:
+            return n - short
+        pages = self.pool.allocate(n_pages, after=request.pages[-1])
+        if pages is None:
+            return n - short
+        request.pages += pages
+        request.capacity += n_pages * self.config.page_tokens
+        self._in_flight.grown.append(request)
+        return n
 
     def update(
         self, step: ScheduledStep, sampled: Sequence[int | Sequence[int] | None], failed: Collection[str] = ()
@@ -415,7 +440,7 @@ class Scheduler:
         if not self._slots:
             return True
         # A fork asks for fewer pages as soon as its original has computed the prompt.
-        return first.fork_of is None and self._blocked == (first, self.pool.n_released)
+        return first.fork_of is None and self._is_blocked(first)
 
     def _pages_of_steps(self, n_steps: int) -> int:
         """Pages that the decoding requests need beside their own for so many tokens more of each."""
@@ -706,24 +731,57 @@ class Scheduler:
             self.pool.release(self._sources)
             self._sources = []
 
+    def _admit_first(self, first: Request, copies: list[tuple[int, int]]) -> Request | None:
+        """Admit ``first``, the first waiting request, or one of those behind it whose prompt is better known: the pages of
+        ``first`` may take the place of what that one would find. Returns which, or None if there is no room."""
+        if self._fork(first, copies):
+            return first
+        behind = self._waiting.behind(first, self.look_ahead) if self._looks_ahead(first) else []
+        at, most = 0, len(self._hits(first)) if behind else 0
+        for n, request in enumerate(behind, 1):
+            if request.fork_of is None and (n_hits := len(self._hits(request))) > most:
+                at, most = n, n_hits
+        if at and self._admit(behind[at - 1], copies):
+            for passed in (first, *behind[: at - 1]):
+                passed.n_passed += 1
+            return behind[at - 1]
+        return first if self._admit(first, copies) else None
+
+    def _looks_ahead(self, first: Request) -> bool:
+        """Whether another waiting request may be admitted in place of ``first``."""
+        if first.fork_of is not None or first.n_preemptions or first.n_passed >= MOST_PASSED:
+            return False
+        return self.config.prefix_cache and not self._is_blocked(first)
+
+    def _is_blocked(self, request: Request) -> bool:
+        """No page has come back since ``request`` found too few, and matching a long prompt costs time in every step."""
+        return self._blocked == (request, self.pool.n_released)
+
+    def _unread(self, request: Request) -> int:
+        """Tokens of which a cached page may save the work, and one more: the last token must be computed, because its logits
+        are sampled from. A request for the scores of its prompt computes each token that predicts one, and one for
+        the mean of its hidden states computes all."""
+        n_known = len(request.tokens)
+        return min(n_known, request.params.prompt_logprobs_start) if _reads_prompt(request.params) else n_known
+
+    def _hits(self, request: Request) -> list[int]:
+        """The whole cached pages that ``request`` would share."""
+        page_tokens = self.config.page_tokens
+        most = (self._unread(request) - 1) // page_tokens
+        return self.pool.tree.match(request.page_keys, request.tokens, page_tokens, most)
+
     def _admit(self, request: Request, copies: list[tuple[int, int]]) -> bool:
-        """Give the first waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are
-        free."""
+        """Give a waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are free."""
         c, pool = self.config, self.pool
-        if self._blocked == (request, pool.n_released):
-            return False  # no page has come back since the last attempt, and matching a long prompt costs time in every step
+        if self._is_blocked(request):
+            return False
         if len(self._slots) < _slots_of(request):
             return False
         n_known = len(request.tokens)
         n_needed = self.page_lists.pages_for(self._tokens_to_hold(request))
         self.page_lists.hash_full_pages(request)
-        # The last token must be computed, because its logits are sampled from: hence length − 1. A request that wants the
-        # scores of its prompt computes each token that predicts one. Only whole pages are shared, and one that begins alike is
-        # copied.
-        scored = request.params.prompt_logprobs is not None
-        n_unread = min(n_known, request.params.prompt_logprobs_start) if scored else n_known
-        max_hits = (n_unread - 1) // c.page_tokens
-        hits = pool.tree.match(request.page_keys, request.tokens, c.page_tokens, max_hits)
+        hits = self._hits(request)  # only whole pages are shared, and one that begins alike is copied
+        max_hits = (self._unread(request) - 1) // c.page_tokens
         n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
         margin = self.n_running  # one page for the next token of each, so that admission does not cause a preemption at once
         if self._pages_to_start(request) - len(hits) + n_hits_free + margin > pool.n_free:
@@ -736,7 +794,7 @@ class Scheduler:
         if self.lower is not None and request.adapter is None and len(hits) < max_hits:
             n_lower = self.lower.worth(request, len(hits), max_hits)
         source, n_begun = -1, 0
-        if n_lower == 0 and c.prefix_cache and c.parts_of_pages and request.params.prompt_logprobs is None:
+        if n_lower == 0 and c.prefix_cache and c.parts_of_pages and not _reads_prompt(request.params):
             before = request.page_keys[len(hits) - 1] if hits else self.page_lists.root_of(request)
             start = len(hits) * c.page_tokens
             source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
@@ -759,9 +817,10 @@ class Scheduler:
         page_tokens = self.config.page_tokens
         first, end = request.n_computed // page_tokens, request.restorable
         n = lower.load(request, first, end, bounded)
-        request.n_computed = request.n_prefix_hit = (first + n) * page_tokens
+        request.n_computed = (first + n) * page_tokens
         self.page_lists.register(request)
         if request.n_preemptions == 0:
+            request.n_prefix_hit = request.n_computed
             self.n_prefix_hit_tokens += n * page_tokens
         if n == 0 or not bounded or first + n == end:
             request.restorable = 0
@@ -802,7 +861,7 @@ class Scheduler:
     def _start(self, request: Request, pages: list[int], n_registered: int, n_computed: int) -> None:
         request.pages = pages
         request.capacity = len(pages) * self.config.page_tokens
-        request.n_computed = request.n_prefix_hit = n_computed
+        request.n_computed = n_computed
         request.n_registered = n_registered
         request.slot = self._slots.pop()
         request.status = Status.RUNNING
@@ -810,6 +869,7 @@ class Scheduler:
             request.beams.slots = [self._slots.pop() for _ in range(request.beams.width - 1)]
             self.searching.append(request.beams)
         if request.n_preemptions == 0:
+            request.n_prefix_hit = n_computed
             self.n_prompt_tokens += request.n_prompt
             self.n_prefix_hit_tokens += n_computed
         self._prefilling.append(request)
@@ -855,6 +915,11 @@ class Scheduler:
         if request.adapter is not None and self.adapters is not None and claimed:
             self.adapters.release(request)
         request.slot = -1
+
+
+def _reads_prompt(params: SamplingParams) -> bool:
+    """Whether more is wanted of the prompt than what follows it."""
+    return params.prompt_logprobs is not None or params.pooling == "mean"
 
 
 def _catches_up(request: Request) -> bool:

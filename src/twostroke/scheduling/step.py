@@ -99,7 +99,7 @@ class ScheduledStep:
 
     @property
     def one_row_each(self) -> bool:
-        """Whether each request has one row, from which a token is sampled."""
+        """Whether each request has one row, from which a token is sampled unless it is pooled."""
         return self.n_decodes == len(self.requests) and not self.drafts
 
     def tokens_of(self, i: int) -> list[int]:
@@ -126,4 +126,8 @@ class ScheduledStep:
 
     def samples(self, i: int) -> bool:
         """Whether the i-th request of the step yields a new token."""
+        return self.completes(i) and self.requests[i].params.pooling is None
+
+    def completes(self, i: int) -> bool:
+        """Whether all tokens of the i-th request are computed after the step."""
         return self.starts[i] + self.counts[i] >= len(self.requests[i].tokens)

@@ -63,6 +63,12 @@ class WaitingQueue:
             self._enter(name, now)
         return None
 
+    def behind(self, request: Request, most: int) -> list[Request]:
+        """Up to ``most`` requests that come after ``request`` in its own queue, in their order."""
+        queue = self._queues[_queue_of(request)]
+        at = bisect_left(queue, request.arrival, key=_arrival) + 1
+        return queue[at : at + most]
+
     def _enter(self, name: tuple[int, str], rank: QueueRank) -> None:
         self._rank_of[name] = rank
         if len(self._heap) > 2 * len(self._queues) + 64:  # more than half are out of date, and leave only at the top

@@ -23,6 +23,25 @@ INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
 """Limits of all bodies that are arriving, and of all whole answers that are not read yet."""
 
 
+def read_keys(path: Path) -> list[str]:
+    """The keys of a key file: one a line; blank lines and lines starting with # are skipped. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"API key file {path} cannot be read: {error.strerror}.") from None
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"API key file {path} is over {MAX_KEY_FILE_BYTES} bytes. It holds one key a line.")
+    try:
+        lines = [line.strip() for line in data.decode().splitlines()]
+    except UnicodeDecodeError:
+        raise ConfigError(f"API key file {path} is not UTF-8 text.") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"API key file {path} holds no key. Write one key a line.")
+    return keys
+
+
 class ApiKeys:
     """The keys of a key file, held as SHA-256 digests: never in a log, and compared in constant time."""
 
@@ -31,22 +50,8 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """One key a line; blank lines and lines starting with # are skipped. Raises ConfigError."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(MAX_KEY_FILE_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"API key file {path} cannot be read: {error.strerror}.") from None
-        if len(data) > MAX_KEY_FILE_BYTES:
-            raise ConfigError(f"API key file {path} is over {MAX_KEY_FILE_BYTES} bytes. It holds one key a line.")
-        try:
-            lines = [line.strip() for line in data.decode().splitlines()]
-        except UnicodeDecodeError:
-            raise ConfigError(f"API key file {path} is not UTF-8 text.") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"API key file {path} holds no key. Write one key a line.")
-        return cls(keys)
+        """Those of ``read_keys``. Raises ConfigError."""
+        return cls(read_keys(path))
 
     @staticmethod
     def name(authorization: bytes | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -58,7 +58,7 @@ class CompletionAnswer:
 
     def _of(self, choices: list[responses.CompletionChoice], usage: Any) -> responses.Completion:
         g = self.generation
-        return responses.Completion(g.id, g.created, g.model, choices, usage=usage)
+        return responses.Completion(g.id, g.created, g.model, choices, usage=usage, system_fingerprint=g.fingerprint)
 
     def chunk(self, delta: TextDelta) -> Any:
         return self._of([self._choice(delta)], _chunk_usage(self))
@@ -116,17 +116,36 @@ class ChatAnswer:
         self._begun: set[int] = set()
 
     def chunk(self, delta: TextDelta) -> Any:
-        g = self.generation
-        begun = delta.index in self._begun
-        self._begun.add(delta.index)
-        content = responses.ChatDelta(None if begun else "assistant", delta.text if delta.text or not begun else None)
+        """None if there is nothing to send yet."""
+        found = self._delta(delta)
+        if found is None:
+            return None
+        content, finish = found
         logprobs = chat_logprobs(self._text, delta.token_ids, delta.logprobs)
-        choice = responses.ChatChunkChoice(delta.index, content, logprobs, delta.finish_reason)
-        return responses.ChatChunk(g.id, g.created, g.model, [choice], usage=_chunk_usage(self))
+        return self._chunk([responses.ChatChunkChoice(delta.index, content, logprobs, finish)], _chunk_usage(self))
+
+    def _delta(self, delta: TextDelta) -> tuple[responses.ChatDelta, str | None] | None:
+        """What the choice's message gained, and its finish reason."""
+        role = self._role(delta.index)
+        return responses.ChatDelta(role, delta.text if delta.text or role is not None else None), delta.finish_reason
+
+    def _role(self, index: int) -> str | None:
+        """With the first text of a choice."""
+        if index in self._begun:
+            return None
+        self._begun.add(index)
+        return "assistant"
+
+    def _message(self, deltas: Sequence[TextDelta]) -> tuple[responses.ChatMessage, str | None]:
+        """The whole message of a choice, and its finish reason."""
+        return responses.ChatMessage("".join(delta.text for delta in deltas)), deltas[-1].finish_reason
 
     def usage_chunk(self) -> Any:
+        return self._chunk([], self.generation.usage)
+
+    def _chunk(self, choices: list[responses.ChatChunkChoice], usage: Any) -> responses.ChatChunk:
         g = self.generation
-        return responses.ChatChunk(g.id, g.created, g.model, [], usage=g.usage)
+        return responses.ChatChunk(g.id, g.created, g.model, choices, usage=usage, system_fingerprint=g.fingerprint)
 
     async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
         g = self.generation
@@ -135,9 +154,9 @@ class ChatAnswer:
             logprobs: Any = None
             if self._n_top is not None:
                 logprobs = responses.ChatLogprobs(*await _json_lists(self._contents(mine), 1, self._building))
-            message = responses.ChatMessage("".join(delta.text for delta in mine))
-            parts += [b",", ENCODER.encode(responses.ChatChoice(choice.index, message, mine[-1].finish_reason, logprobs))]
-        document = responses.ChatCompletion(g.id, g.created, g.model, [], g.usage)
+            message, finish = self._message(mine)
+            parts += [b",", ENCODER.encode(responses.ChatChoice(choice.index, message, finish, logprobs))]
+        document = responses.ChatCompletion(g.id, g.created, g.model, [], g.usage, system_fingerprint=g.fingerprint)
         whole = _whole(ENCODER.encode(document), parts[1:])
         if self._n_prompt_top is None:
             return whole
@@ -162,12 +181,15 @@ class ScoreAnswer:
         g = self.generation
         parts: list[bytes] = []
         for choice in g.choices:
-            scored = list(zip(choice.prompt.ids[choice.prompt.first :], choice.scores, strict=True))
+            tokens = choice.prompt.ids[choice.prompt.first :]
+            if len(choice.scores) < len(tokens):
+                raise ApiError(408, "the scores were not computed within timeout_s.", "timeout_s", "timeout")
+            scored = list(zip(tokens, choice.scores, strict=True))
             lists: list[Any] = await _json_lists(self._columns(scored), 3, self._building)
             total = math.fsum(finite(entry.logprob) for _, entry in scored)
             greedy = all(entry.top[0][0] == token for token, entry in scored)
             parts += [b",", ENCODER.encode(responses.Score(choice.index, total, greedy, *lists))]
-        document = responses.Scores(g.id, g.created, g.model, [], g.usage)
+        document = responses.Scores(g.id, g.created, g.model, [], g.usage, system_fingerprint=g.fingerprint)
         return _whole(ENCODER.encode(document), parts[1:], b"data")
 
     def _columns(self, scored: Sequence[tuple[int, wire.TokenLogprobs]]) -> Iterator[Sequence[Sequence[Any]]]:
@@ -178,7 +200,14 @@ class ScoreAnswer:
 
 
 Streamed = CompletionAnswer | ChatAnswer
-Answer = Streamed | ScoreAnswer
+
+
+class Answer(Protocol):
+    """What makes a whole answer of all that a generation gave."""
+
+    generation: Generation
+
+    async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]: ...
 
 
 async def whole_answer(answer: Answer) -> list[bytes]:
@@ -228,6 +257,11 @@ def _whole(document: bytes, items: list[bytes], name: bytes = b"choices") -> lis
     stand in a model's name, because quotes are escaped there."""
     head, _, tail = document.partition(b'"' + name + b'":[]')
     parts = [head + b'"' + name + b'":[', *items, b"]" + tail]
+    return joined(parts)
+
+
+def joined(parts: list[bytes]) -> list[bytes]:
+    """A small answer as one part, so that it is sent at once."""
     return [b"".join(parts)] if sum(map(len, parts)) <= _SMALL_BYTES else parts
 
 
@@ -237,8 +271,10 @@ async def answer_events(answer: Streamed) -> AsyncIterator[bytes]:
     try:
         async for delta in answer.generation.deltas():
             if delta.text or delta.finish_reason is not None or delta.logprobs:
-                begun = True
-                yield _event(answer.chunk(delta))
+                made = answer.chunk(delta)
+                if made is not None:
+                    begun = True
+                    yield _event(made)
     except ApiError as error:
         if not begun:
             raise

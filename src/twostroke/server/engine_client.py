@@ -49,13 +49,16 @@ class SlowReaderError(EngineError):
 
 class TokenStream:
     """Tokens of one answer, in order. ``wake`` is set when some have come. An answer of which more than ``MAX_PENDING_BYTES``
-    wait to be taken is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token."""
+    wait to be taken is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token, and with the
+    first token how many tokens of the prompt were cached. A pooled prompt's has its ``embedding`` at the end."""
 
     def __init__(self, client: EngineClient, request_id: str, index: int, wake: asyncio.Event) -> None:
         self.request_id = request_id
         self.index = index
         self.finished = False
         self.prompt_logprobs: list[wire.TokenLogprobs] = []
+        self.cached_tokens = 0
+        self.embedding: bytes | None = None
         self._client = client
         self._pending: list[wire.TokenDelta] = []
         self._pending_bytes = 0
@@ -66,6 +69,8 @@ class TokenStream:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs += delta.prompt_logprobs  # sent once a request, so a slow reader cannot pile them up
             return
+        self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        self.embedding = self.embedding or delta.embedding
         self._pending.append(delta)
         self._pending_bytes += 64 + 8 * len(delta.token_ids)
         if delta.logprobs is not None:

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -63,6 +64,8 @@ class Engine(Protocol):
         timeout_s: float | None,
         lora: str | None,
     ) -> None: ...
+
+    def prepare(self, params: Any) -> None: ...
 
     def load_adapter(self, name: str, directory: Path) -> None: ...
 
@@ -167,6 +170,16 @@ class _Owner:
         return held or delta
 
 
+@dataclass
+class _Preparing:
+    """A request whose constraint is compiled in a thread before the engine gets it, and its answers that were aborted since."""
+
+    connection: Connection
+    command: wire.Add
+    prepared: Future[None]
+    aborted: set[int] = field(default_factory=set)
+
+
 class EngineServer:
     """Runs one engine for the connections of one listening socket."""
 
@@ -182,6 +195,11 @@ class EngineServer:
         self._busy_since: float | None = time.monotonic()
         self._stopping = False
         self._owners: dict[str, _Owner] = {}
+        self._preparing: list[_Preparing] = []
+        self._compiler: ThreadPoolExecutor | None = None
+        self._woken, self._waker = socket.socketpair()  # by the thread that compiles, when it is done
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     # The heartbeat thread.
@@ -212,6 +230,8 @@ class EngineServer:
                 congested = any(c.unsent_bytes > MAX_UNSENT_BYTES for c in self._connections.values())
                 step_now = engine.has_work and not congested
                 self._poll(wait=not step_now)
+                if self._preparing:
+                    self._add_prepared()
                 if step_now and engine.has_work:  # again, since the poll may have aborted the last request
                     self._deliver(engine.step())
         except Exception:
@@ -250,6 +270,9 @@ class EngineServer:
         events = self._selector.select(1.0 if wait else 0)
         self._busy_since = time.monotonic()
         for key, mask in events:
+            if key.fileobj is self._woken:
+                self._woken.recv(_RECEIVE_BYTES)
+                continue
             if key.data is None:
                 self._accept()
                 continue
@@ -281,6 +304,7 @@ class EngineServer:
         self._connections.pop(connection.number, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
+        self._preparing = [each for each in self._preparing if each.connection is not connection]
         for key in connection.requests:
             self._owners.pop(key, None)
             self._engine.abort(key)
@@ -288,6 +312,8 @@ class EngineServer:
 
     def _handle(self, connection: Connection, command: wire.Command) -> None:
         match command:
+            case wire.Add() if command.params.constraint is not None:
+                self._prepare(connection, command)
             case wire.Add():
                 self._add(connection, command)
             case wire.Abort(request_id, index):
@@ -296,6 +322,9 @@ class EngineServer:
                 if owner is not None:
                     self._engine.abort(key, index)
                     self._ended(key, owner.open if index is None else {index})
+                for each in self._preparing:
+                    if each.connection is connection and each.command.request_id == request_id:
+                        each.aborted |= set(range(each.command.params.n)) if index is None else {index}
             case wire.AskStats(query_id):
                 connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
             case wire.ChangeAdapter():
@@ -314,9 +343,34 @@ class EngineServer:
             return str(error)
         return None
 
-    def _add(self, connection: Connection, command: wire.Add) -> None:
+    def _prepare(self, connection: Connection, command: wire.Add) -> None:
+        """Compile the request's constraint in a thread, beside steps: some take a second."""
+        if self._compiler is None:
+            self._compiler = ThreadPoolExecutor(1, "compile")
+        prepared = self._compiler.submit(self._engine.prepare, command.params)
+        self._preparing.append(_Preparing(connection, command, prepared))
+        prepared.add_done_callback(lambda _: self._waker.send(b"\0"))
+
+    def _add_prepared(self) -> None:
+        """Hand over the requests whose constraints have been compiled, or tell why not."""
+        ready = [each for each in self._preparing if each.prepared.done()]
+        self._preparing = [each for each in self._preparing if not each.prepared.done()]
+        for each in ready:
+            answers = set(range(each.command.params.n))
+            if each.aborted >= answers:
+                continue
+            self._add(each.connection, each.command, each.prepared)
+            key = f"{each.connection.number}:{each.command.request_id}"
+            if each.aborted and key in self._owners:
+                for index in each.aborted:
+                    self._engine.abort(key, index)
+                self._ended(key, each.aborted)
+
+    def _add(self, connection: Connection, command: wire.Add, prepared: Future[None] | None = None) -> None:
         key = f"{connection.number}:{command.request_id}"  # two connections may use the same id
         try:
+            if prepared is not None:
+                prepared.result()
             if key in self._owners:
                 raise InputError(f"request id {command.request_id!r} is in use.")
             self._engine.add_request(
@@ -356,7 +410,15 @@ class EngineServer:
             if event.token_ids or event.finish_reason is not None:
                 logprobs = wire_logprobs(event.logprobs)
                 delta = owner.due(
-                    wire.TokenDelta(owner.request_id, event.token_ids, logprobs, event.finish_reason, event.index)
+                    wire.TokenDelta(
+                        owner.request_id,
+                        event.token_ids,
+                        logprobs,
+                        event.finish_reason,
+                        event.index,
+                        cached_tokens=event.cached_tokens,
+                        embedding=None if event.embedding is None else event.embedding.tobytes(),
+                    )
                 )
                 if delta is not None:
                     deltas.append(delta)
@@ -385,12 +447,14 @@ def _in_frames(items: Sequence[T]) -> Iterator[list[T]]:
 
 
 def _size(item: wire.TokenLogprobs | wire.TokenDelta) -> int:
-    """Log-probabilities in ``item``, and its tokens. A delta counts as ten more, for what surrounds them."""
+    """Log-probabilities in ``item``, its tokens, and half the numbers of its vector. A delta counts as ten more, for what
+    surrounds them."""
     if isinstance(item, wire.TokenLogprobs):
         return 1 + len(item.top)
     return (
         10
         + len(item.token_ids)
+        + len(item.embedding or b"") // 8
         + sum(1 + len(entry.top) for entries in (item.logprobs, item.prompt_logprobs) for entry in entries or ())
     )
 
@@ -470,6 +534,7 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
         load_s=time.perf_counter() - began,
         loaded_packed=core.loaded_packed,
         notes=list(core.spec.notes),
+        fingerprint=core.fingerprint,
     )
     return core, ready
 

@@ -1,4 +1,5 @@
-"""Errors in the form that OpenAI's clients expect: ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status."""
+"""Errors in the form that OpenAI's clients expect, ``{"error": {"message", "type", "param", "code"}}`` and an HTTP status, and
+in Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -38,8 +39,30 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def encode_error(error: ApiError) -> bytes:
-    return msgspec.json.encode(error.body())
+MESSAGES_ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Routes of Anthropic's interface, whose errors have another form."""
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error in the form that Anthropic's clients expect. It has no place for the field's name but the sentence."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def encode_error(error: ApiError, path: str = "") -> bytes:
+    """The body that the route ``path`` answers with."""
+    return msgspec.json.encode(anthropic_body(error) if path in MESSAGES_ROUTES else error.body())
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

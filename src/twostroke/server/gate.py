@@ -12,19 +12,35 @@ import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twostroke.server.errors import ApiError, encode_error, not_ready
+from twostroke.server.errors import MESSAGES_ROUTES, ApiError, encode_error, not_ready
 from twostroke.server.launch import is_own_name
+from twostroke.server.page import PAGE_ROUTES
 from twostroke.server.service import Service
 
 log = logging.getLogger("twostroke.server")
 
 MAX_BODY_BYTES = 2 * 2**20
-OPEN_ROUTES = frozenset({"/health", "/ready"})
-"""Routes that need no key, for the probes of a service manager. They tell nothing but a state."""
-ANSWER_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/score", "/score"})
+MAX_FORM_BYTES = 200 * 10**6 + 2**16
+"""Of the one route that takes a file: the file, and the form around it."""
+OPEN_ROUTES = frozenset({"/health", "/ready", *PAGE_ROUTES})
+"""Routes that need no key: those for the probes of a service manager, which tell nothing but a state, and the page, which holds
+no data and asks for the key itself."""
+ANSWER_ROUTES = MESSAGES_ROUTES | {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/score",
+    "/score",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+}
+"""Routes whose requests take places."""
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
-ROUTES = ANSWER_ROUTES | ADAPTER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics"}
+FILES, BATCHES = "/v1/files", "/v1/batches"
+"""Routes that write to the server's disk, with those below them: for the same callers."""
+ROUTES = ANSWER_ROUTES | ADAPTER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics", FILES, BATCHES}
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 """A client's own request id is repeated to it if it is short and plain, because it is written into a header."""
 
@@ -42,6 +58,9 @@ class Gate:
         path = scope["path"]
         route = path if path in ROUTES else "other"
         headers = dict(scope["headers"])
+        if b"x-api-key" in headers and b"authorization" not in headers:  # how Anthropic's clients send a key
+            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]
+            scope = {**scope, "headers": list(headers.items())}
         request_id = headers.get(b"x-request-id", b"")
         if not _SANE_ID.fullmatch(request_id):
             request_id = b"req-" + secrets.token_hex(12).encode()
@@ -54,7 +73,7 @@ class Gate:
 
         refusal = self._refusal(scope["method"], path, headers)
         if refusal is not None:
-            await _send_error(marked_send, refusal)
+            await _send_error(marked_send, refusal, path)
             return
         if path in ANSWER_ROUTES:
             # Counted while it waits: else a burst would pass here, and be refused only after its bodies were read.
@@ -73,23 +92,28 @@ class Gate:
     def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         service, keys = self._service, self._service.keys
         if keys is not None and path not in OPEN_ROUTES and not keys.allow(headers.get(b"authorization")):
-            message = "a valid API key is needed, as `Authorization: Bearer <key>`."
+            message = "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`."
             return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer", "connection": "close"})
         host = headers.get(b"host", b"").decode("latin-1")
         if keys is None and service.local_only and not is_own_name(host):
             # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
             message = "this server listens on loopback without a key and answers only to localhost and to addresses."
             return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
-        if keys is None and not service.local_only and path in ADAPTER_ROUTES:
-            message = "adapters are changed with an API key, or from this machine on a server that listens on loopback."
+        if keys is None and not service.local_only and (path in ADAPTER_ROUTES or path.startswith((FILES, BATCHES))):
+            message = "adapters, files and batches are used with an API key, or from this machine on a server on loopback."
             return ApiError(403, message, code="key_needed", headers={"connection": "close"})
+        if keys is None and method == "POST" and path == FILES and b"origin" in headers:
+            # A form is the one body that a foreign web page may send without asking first.
+            message = "files are not taken from web pages by a server without keys."
+            return ApiError(403, message, code="foreign_origin", headers={"connection": "close"})
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # h11 obeys the first, as it may. A proxy in front that obeys the second would see other requests than we do.
             message = "content-length and transfer-encoding exclude each other."
             return ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return too_large()
+        most = MAX_FORM_BYTES if path == FILES else MAX_BODY_BYTES
+        if length.isdigit() and int(length) > most:
+            return too_large(most)
         if method == "POST" and path in ANSWER_ROUTES | ADAPTER_ROUTES:
             if not service.ready:
                 return not_ready(retry_after_s=5 if service.draining else 1)
@@ -98,13 +122,13 @@ class Gate:
         return None
 
 
-def too_large() -> ApiError:
-    message = f"the request body is over {MAX_BODY_BYTES} bytes."
+def too_large(most: int = MAX_BODY_BYTES) -> ApiError:
+    message = f"the request body is over {most} bytes."
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
 
 
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = encode_error(error)
+async def _send_error(send: Send, error: ApiError, path: str) -> None:
+    body = encode_error(error, path)
     headers = {"content-type": "application/json", "content-length": str(len(body))} | error.headers
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})

@@ -7,6 +7,8 @@ and the engine computes at most the step that it is in.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,18 +17,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from twostroke.core.version import __version__
-from twostroke.server import protocol
-from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer, ScoreAnswer
+from twostroke.server import embeddings_api, messages_api, protocol, responses_api, tokens_api
+from twostroke.server.answers import ENCODER, CompletionAnswer, ScoreAnswer, answer_events
+from twostroke.server.batch.batches import Batches
+from twostroke.server.batch.routes import add_batch_routes
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
 from twostroke.server.openapi import adapter_route, answer_route, describe, errors
+from twostroke.server.page import add_page
 from twostroke.server.service import Service
-from twostroke.server.transfer import read_body, respond, respond_streaming
+from twostroke.server.tool_answers import chat_answer
+from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
 
 
-def make_app(service: Service) -> ASGIApp:
-    """The whole application, ready for an ASGI server."""
+def make_app(service: Service, batches: Batches | None = None) -> ASGIApp:
+    """The whole application, ready for an ASGI server. Without ``batches`` it has no routes for files and batches."""
     # No docs pages: FastAPI's load scripts from other hosts.
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
 
@@ -59,40 +65,46 @@ def make_app(service: Service) -> ASGIApp:
 
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
-        client = _client_of(service, request)
+        client = client_of(service, request)
         parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), client)
         answer = CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
-        return await (respond_streaming(request, answer) if parsed.stream else respond(request, answer, service.outgoing))
+        if parsed.stream:
+            return await respond_streaming(request, answer.generation, answer_events(answer))
+        return await respond(request, answer, service.outgoing)
 
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
-        client = _client_of(service, request)
+        client = client_of(service, request)
         parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), client)
-        answer = ChatAnswer(service, await service.chat(parsed, started, client), parsed)
-        return await (respond_streaming(request, answer) if parsed.stream else respond(request, answer, service.outgoing))
+        answer = chat_answer(service, await service.chat(parsed, started, client), parsed)
+        if parsed.stream:
+            return await respond_streaming(request, answer.generation, answer_events(answer))
+        return await respond(request, answer, service.outgoing)
 
     async def score(request: Request) -> Response:
         started = time.perf_counter()
-        client = _client_of(service, request)
+        client = client_of(service, request)
         parsed = await service.parse(protocol.parse_score, await read_body(request, service.incoming), client)
         return await respond(request, ScoreAnswer(service, await service.score(parsed, started, client)), service.outgoing)
 
     async def load_adapter(request: Request) -> Response:
-        asked = protocol.parse_adapter(await read_body(request, service.incoming), protocol.LoadAdapter)
+        asked = protocol.parse_object(await read_body(request, service.incoming), protocol.LoadAdapter)
         await service.load_adapter(asked.lora_name, asked.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
-        asked = protocol.parse_adapter(await read_body(request, service.incoming), protocol.UnloadAdapter)
+        asked = protocol.parse_object(await read_body(request, service.incoming), protocol.UnloadAdapter)
         await service.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # Plain routes: FastAPI's own look for dependencies and fields, which takes a third of the time of a short answer.
-    kinds = {
+    kinds: dict[str, tuple[Callable[[Request], Awaitable[Response]], Any]] = {
         "/v1/completions": (completions, protocol.CompletionRequest),
         "/v1/chat/completions": (chat_completions, protocol.ChatRequest),
         "/v1/score": (score, protocol.ScoreRequest),
     }
+    for module in (tokens_api, embeddings_api, messages_api, responses_api):
+        kinds |= {path: (partial(route, service), kind) for path, (route, kind) in module.ROUTES.items()}
     for path, (route, _) in kinds.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
     app.add_route("/score", score, methods=["POST"], include_in_schema=False)  # the route's other name in vLLM
@@ -102,18 +114,22 @@ def make_app(service: Service) -> ASGIApp:
     }
     for path, (route, _) in changes.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
-    answered = {path: answer_route(kind, service.served_names) for path, (_, kind) in kinds.items()}
+    add_page(app)
+    answered = {path: answer_route(path, kind, service.served_names) for path, (_, kind) in kinds.items()}
     describe(app, answered | {path: adapter_route(kind) for path, (_, kind) in changes.items()})
+    if batches is not None:
+        add_batch_routes(app, service, batches)
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return _error(error)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return _error(request, error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         texts = {404: f"there is no route {request.url.path[:80]}.", 405: f"{request.method} is not allowed on this route."}
         return _error(
-            ApiError(error.status_code, texts.get(error.status_code, "the request was refused."), headers=error.headers)
+            request,
+            ApiError(error.status_code, texts.get(error.status_code, "the request was refused."), headers=error.headers),
         )
 
     @app.exception_handler(ClientGoneError)
@@ -121,8 +137,8 @@ def make_app(service: Service) -> ASGIApp:
         return Response(status_code=499)  # the client cannot read it; the metrics count it as 499
 
     @app.exception_handler(Exception)
-    async def internal_error(_: Request, error: Exception) -> Response:
-        return _error(ApiError(500, "the server failed on this request.", code="internal_error"))
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return _error(request, ApiError(500, "the server failed on this request.", code="internal_error"))
 
     return Gate(app, service)
 
@@ -131,17 +147,13 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(ENCODER.encode(content), status, media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
-    return Response(encode_error(error), error.status, error.headers, media_type="application/json")
-
-
-def _client_of(service: Service, request: Request) -> str:
-    host = "" if request.client is None else request.client.host
-    return service.client_name(dict(request.scope["headers"]).get(b"authorization"), host)
+def _error(request: Request, error: ApiError) -> Response:
+    return Response(encode_error(error, request.url.path), error.status, error.headers, media_type="application/json")
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     length = None if info is None else info.max_model_len
     found = {"id": name, "object": "model", "created": service.created, "owned_by": "twostroke", "max_model_len": length}
+    found["chat_template"] = service.text.has_template
     return found if name in service.names else found | {"parent": service.names[0]}

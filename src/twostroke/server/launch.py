@@ -34,6 +34,7 @@ class ServeSettings:
     max_concurrent: int = 128
     grace_s: float = 90.0
     adapters: Mapping[str, str] = field(default_factory=dict)  # directories by name
+    files_dir: Path | None = None  # of uploaded files and of batches; None: the server keeps neither
 
     def engine_command(self) -> list[str]:
         """Command line of the engine process, to which `launch_engine` adds the socket and the parent."""

@@ -3,6 +3,8 @@ request's headers are read to the moment its tokens are ready to be written."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twostroke.server.served import peak_memory_bytes
@@ -25,6 +27,7 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
     "adapter_load_s": ("twostroke_adapter_load_seconds", "Time of these reads."),
     "adapter_hits": ("twostroke_adapter_hits", "Admitted requests whose adapter was in memory."),
     "adapter_evictions": ("twostroke_adapter_evictions", "Adapters that left memory to make room for others."),
+    "output_tokens": ("twostroke_engine_output_tokens", "Tokens generated since the engine started, step by step."),
     "prefix_hit_tokens": ("twostroke_prefix_hit_tokens", "Prompt tokens found in the KV cache since the engine started."),
     "disk_hit_tokens": ("twostroke_disk_hit_tokens", "Tokens loaded from the disk tier, most of them prefix hits."),
     "disk_load_s": ("twostroke_disk_load_seconds", "Time of loading them."),
@@ -78,11 +81,22 @@ class Metrics:
             "twostroke_tpot_seconds", "(E2E - TTFT) / (output tokens - 1).", buckets=_TOKEN_SECONDS, registry=r
         )
         self.e2e = Histogram("twostroke_e2e_seconds", "Request read to last token.", buckets=_SECONDS, registry=r)
+        self._predicted = Gauge(
+            "twostroke_predicted_seconds",
+            "Latencies predicted before the start, for one request at a time of so many tokens.",
+            ["latency", "prompt_tokens", "output_tokens"],
+            registry=r,
+        )
         self.active = Gauge("twostroke_http_requests_active", "Answers admitted and not yet finished.", registry=r)
         self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
         self.peak_memory = Gauge("twostroke_http_peak_memory_bytes", "Most memory that the HTTP process has held.", registry=r)
         self.restarts = Gauge("twostroke_engine_restarts", "Times the engine was started anew.", registry=r)
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
+
+    def predict(self, latencies: Mapping[str, float], prompt_tokens: int, output_tokens: int) -> None:
+        """Show predicted ``latencies``, in seconds by their names (``ttft``), of requests of so many tokens."""
+        for name, seconds in latencies.items():
+            self._predicted.labels(name, str(prompt_tokens), str(output_tokens)).set(seconds)
 
     def observe(self, started_s: float, first_s: float | None, ended_s: float, n_output: int) -> None:
         """Count one finished answer. Times are of one monotonic clock."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from msgspec import Meta, Struct
 from twostroke.core.errors import InputError, did_you_mean
 from twostroke.scheduling.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_N, SamplingParams
 from twostroke.server.errors import ApiError, bad_request
+from twostroke.server.structured import ConstrainedRequest, constraint_of
+from twostroke.server.tools import Call, ToolChoice, Tools
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -28,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "audio": (),
@@ -40,11 +42,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "spaces_between_special_tokens": (True, False),  # changes nothing with the tokenizers of today
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "add_generation_prompt": (True,),
@@ -60,7 +57,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 NEUTRAL_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": (None,),
-    "tool_calls": (None, []),
     "function_call": (None,),
     "annotations": (None, []),
     "audio": (None,),
@@ -94,7 +90,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonRequest(ConstrainedRequest, forbid_unknown_fields=True, kw_only=True):
     """Fields of both endpoints: OpenAI's, and some of vLLM's under vLLM's names.
 
     A ``priority`` above 0 lets requests without one go first; a request cannot put itself before others. A request that is
@@ -144,6 +140,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """The request as the engine's parameters. Raises ApiError 400 that names the field that is out of range."""
+        form = constraint_of(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         try:
             return SamplingParams(
@@ -170,6 +167,7 @@ class CommonRequest(Struct, forbid_unknown_fields=True, kw_only=True):
                 best_of=getattr(self, "best_of", None),
                 length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
                 early_stopping=self.early_stopping or False,
+                constraint=None if form is None else form[0],
             )
         except InputError as error:
             raise bad_request(str(error), error.field) from None
@@ -199,21 +197,25 @@ class TextPart(Struct, forbid_unknown_fields=True):
     text: str
 
 
-class Message(Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
     refusal: Any = None
-    tool_calls: Any = None
     function_call: Any = None
     annotations: Any = None
     audio: Any = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message as a chat template reads it, its text parts joined. "developer" is the newer name of "system"."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in optional.items() if value is not None}
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -223,6 +225,9 @@ class ChatRequest(CommonRequest, kw_only=True):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
@@ -287,10 +292,10 @@ def parse_score(body: bytes) -> ScoreRequest:
 
 def scored_pairs(request: ScoreRequest) -> list[tuple[str, str]] | list[tuple[list[int], list[int]]]:
     """(prompt, text) of each text, both texts or both token ids. Raises ApiError 400."""
-    texts = _items(request.text, "text")
+    texts = items_of(request.text, "text")
     kind = str if isinstance(texts[0], str) else list
     nothing: Any = "" if kind is str else []
-    prompts = [nothing] if request.prompt is None else _items(request.prompt, "prompt")
+    prompts = [nothing] if request.prompt is None else items_of(request.prompt, "prompt")
     if len(prompts) not in (1, len(texts)):
         raise bad_request(f"{len(prompts)} prompts for {len(texts)} texts. Give one for all, or one for each.", "prompt")
     if not isinstance(prompts[0], kind):
@@ -321,11 +326,11 @@ class UnloadAdapter(Struct, forbid_unknown_fields=True):
     lora_name: str
 
 
-A = TypeVar("A", LoadAdapter, UnloadAdapter)
+A = TypeVar("A", bound=Struct)
 
 
-def parse_adapter(body: bytes, kind: type[A]) -> A:
-    """Raises ApiError 400."""
+def parse_object(body: bytes, kind: type[A]) -> A:
+    """``body`` as ``kind``, whose fields are all that there may be. Raises ApiError 400."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -343,18 +348,28 @@ def parse_chat(body: bytes) -> ChatRequest:
     if request.asked == 0 and request.prompt_logprobs is None:
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         raise bad_request(f"{field}=0 asks for nothing, unless with prompt_logprobs.", field)
-    _require_texts(request.messages)
+    require_texts(request.messages)
     _require_whole(request)
     return request
 
 
-def _require_texts(messages: list[Message]) -> None:
-    """Refuse messages with more than text. What else an answer may hold must be empty."""
+def require_texts(messages: list[Message]) -> None:
+    """Refuse messages with more than text and calls of tools. What else an answer may hold must be empty."""
     for i, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             raise bad_request(
-                f"messages[{i}].content is null; only an assistant's may be.", f"messages[{i}].content", "invalid_value"
+                f"messages[{i}].content is missing or null; only an assistant's may be.",
+                f"messages[{i}].content",
+                "invalid_value",
             )
+        if (message.tool_call_id is None) == (message.role == "tool"):
+            param = f"messages[{i}].tool_call_id"
+            raise bad_request(f"{param} must be given with the role tool, and with no other.", param, "invalid_value")
+        if message.tool_calls and message.role != "assistant":
+            param = f"messages[{i}].tool_calls"
+            raise bad_request(f"{param} are an assistant's; this message's role is {message.role}.", param, "invalid_value")
+        for j, call in enumerate(message.tool_calls or ()):
+            call.read_arguments(f"messages[{i}].tool_calls[{j}]")
         for name, neutral in NEUTRAL_IN_MESSAGES.items():
             value = getattr(message, name)
             if value not in neutral:
@@ -392,8 +407,15 @@ _MOST_NEUTRAL_BYTES = 256
 
 
 def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
-    """Decode ``body`` as ``kind``. Only the values of known fields become objects: to skip 2 MB of others takes 7 ms, and to
-    build 600,000 empty lists 400 ms, most of it in the garbage collector."""
+    return parse_as(body, kind, {name: values for name, values in NEUTRAL.items() if name not in unknown_here})
+
+
+def parse_as(body: bytes, kind: Any, neutral: Mapping[str, tuple[Any, ...]], labels: frozenset[str] = BOOKKEEPING) -> Any:
+    """Decode ``body`` as the struct ``kind``. Fields of ``neutral`` may have the values named there, ``labels`` any text or
+    object. Fields that ``kind.token_lists`` names may be texts or token ids, and hold at most ``kind.most_items``.
+
+    Only the values of known fields become objects: to skip 2 MB of others takes 7 ms, and to build 600,000 empty lists 400 ms,
+    most of it in the garbage collector. Raises ApiError 400."""
     try:
         body.decode()  # msgspec does not check the encoding of what it skips
         table = _OBJECT.decode(body)
@@ -404,29 +426,29 @@ def _parse(body: bytes, kind: Any, unknown_here: frozenset[str]) -> Any:
     known = frozenset(kind.__struct_fields__)
     for name, choice in UNUSED_WITH_NONE.items():
         if _first(table.get(name)) == b"[" and _small(table.get(choice)) == "none":
-            del table[name]
+            del table[name], table[choice]
     for name in tuple(table):
         if name in known:
             continue
-        if name in BOOKKEEPING:
+        if name in labels:
             if _first(table[name]) not in (b'"', b"{", b"n"):
                 raise bad_request(f"{name} must be text or an object.", name)
-        elif name in NEUTRAL and name not in unknown_here:
-            _require_neutral(name, table[name])
+        elif name in neutral:
+            _require_neutral(name, table[name], neutral[name])
         else:
-            candidates = known | (NEUTRAL.keys() - unknown_here) | BOOKKEEPING
+            candidates = known | neutral.keys() | labels
             raise bad_request(
                 f"{_shown(name)} is not a known field. {_nearest(name, candidates)}".strip(), name[:64], "unknown_field"
             )
         del table[name]
     lists: dict[str, list[Any]] = {}
-    for name in ("prompt", "text"):
+    for name in getattr(kind, "token_lists", ("prompt", "text")):
         if name not in table:
             continue
         if _first(table[name]) == b"n" and kind is CompletionRequest:
             raise bad_request(f"{name} must be given.", name)
         if _first(table[name]) == b"[":
-            lists[name] = _prompt_list(table[name], name)
+            lists[name] = _prompt_list(table[name], name, getattr(kind, "most_items", MAX_PROMPTS))
             table[name] = msgspec.Raw(b'""')
     try:
         request = msgspec.json.decode(msgspec.json.encode(table), type=kind)
@@ -453,14 +475,14 @@ def _small(value: msgspec.Raw | None) -> Any:
     return bytes(memoryview(value)[:_MOST_NEUTRAL_BYTES]).decode(errors="replace")
 
 
-def _prompt_list(value: msgspec.Raw, name: str = "prompt") -> list[Any]:
+def _prompt_list(value: msgspec.Raw, name: str, most: int) -> list[Any]:
     """Decode a list of texts, of token ids, or of lists of token ids. The first item tells which, and all must be alike."""
     raw = memoryview(value)
     begin = re.match(rb"\[\s*(.)", raw, re.DOTALL)
     first = begin[1] if begin else b""
     kind: Any = {b'"': list[str], b"[": list[list[int]]}.get(first, list[int])
-    if first == b"[" and (n := bytes(raw).count(b"[") - 1) > MAX_PROMPTS:
-        raise _too_many_prompts(n, name)
+    if first == b"[" and (n := bytes(raw).count(b"[") - 1) > most:
+        raise _too_many_prompts(n, name, most)
     try:
         found: list[Any] = msgspec.json.decode(value, type=kind)
     except (msgspec.ValidationError, RecursionError):
@@ -470,8 +492,8 @@ def _prompt_list(value: msgspec.Raw, name: str = "prompt") -> list[Any]:
     return found
 
 
-def _too_many_prompts(n: int, name: str) -> ApiError:
-    return bad_request(f"{name} holds {n} {name}s; at most {MAX_PROMPTS} may share a request.", name)
+def _too_many_prompts(n: int, name: str, most: int) -> ApiError:
+    return bad_request(f"{name} holds {n} {name}s; at most {most} may share a request.", name)
 
 
 def _json_fault(body: bytes, error: Exception) -> str:
@@ -487,11 +509,11 @@ def _json_fault(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-def _require_neutral(name: str, raw: msgspec.Raw) -> None:
+def _require_neutral(name: str, raw: msgspec.Raw, neutral: tuple[Any, ...]) -> None:
     value = _small(raw)
-    if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL[name]):
+    if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
         return
-    allowed = " or ".join(msgspec.json.encode(v).decode() for v in NEUTRAL[name]) or "null"
+    allowed = " or ".join(msgspec.json.encode(v).decode() for v in neutral) or "null"
     raise bad_request(f"{name}={_shown(value)} is not supported by this server; only {allowed} is.", name, "unsupported_value")
 
 
@@ -530,10 +552,10 @@ def _field_error(sentence: str) -> ApiError:
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """The prompts of one request, each a text or token ids. Raises ApiError 400."""
-    return _items(request.prompt, "prompt")
+    return items_of(request.prompt, "prompt")
 
 
-def _items(given: str | list[Any], name: str) -> list[str | list[int]]:
+def items_of(given: str | list[Any], name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     """The texts or lists of token ids that the field ``name`` holds. Raises ApiError 400."""
     if isinstance(given, str):
         return [given]
@@ -541,8 +563,8 @@ def _items(given: str | list[Any], name: str) -> list[str | list[int]]:
         raise bad_request(f"{name} is an empty list.", name)
     if isinstance(given[0], int):
         return [given]
-    if len(given) > MAX_PROMPTS:
-        raise _too_many_prompts(len(given), name)
+    if len(given) > most:
+        raise _too_many_prompts(len(given), name, most)
     if not all(isinstance(item, str) or item for item in given):
         raise bad_request(f"{name} holds an empty list of token ids.", name)
     return given

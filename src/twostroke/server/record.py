@@ -20,6 +20,7 @@ from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
+from twostroke.server.metrics import Metrics
 from twostroke.server.served import Served, peak_memory_bytes
 
 log = logging.getLogger("twostroke.server")
@@ -61,6 +62,13 @@ class ServeRecord:
     @property
     def run_id(self) -> str | None:
         return self._run.run_id
+
+    def show_prediction(self, metrics: Metrics) -> None:
+        """Let ``/metrics`` show the predicted latencies, if there is a prediction."""
+        if self._shape is not None:
+            values = {name: self._run.prediction.get(f"{name}_s") for name in ("ttft", "tpot", "e2e")}
+            known = {name: value for name, value in values.items() if value is not None}
+            metrics.predict(known, self._shape.prompt_tokens, self._shape.output_tokens)
 
     def _plan(self, directory: Path, settings: EngineSettings, adapters: Sequence[Path]) -> Planned:
         spec = spec_from_config(read_config(directory))

@@ -6,10 +6,17 @@ import msgspec
 from msgspec import Struct
 
 
+class PromptTokensDetails(Struct):
+    """``cached_tokens``: of the prompts, those that were found in the prefix cache and not computed."""
+
+    cached_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType
 
 
 class CompletionLogprobs(Struct):
@@ -52,6 +59,7 @@ class Scores(Struct):
     data: list[Score]
     usage: Usage
     object: str = "list"
+    system_fingerprint: str | None = None
 
 
 class CompletionChoice(Struct):
@@ -71,6 +79,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None
 
 
 class TopLogprob(Struct):
@@ -91,10 +100,31 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
+
+
+class ToolCall(Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    """What a call gained. The first of a call has its id, type and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class ChatMessage(Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(Struct):
@@ -111,12 +141,14 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Struct):
@@ -133,3 +165,4 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import signal
@@ -22,6 +23,8 @@ import uvicorn
 from twostroke.core.families import read_spec
 from twostroke.server import wire
 from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission, ApiKeys
+from twostroke.server.batch.batches import Batches
+from twostroke.server.batch.store import opened_store
 from twostroke.server.connections import (
     BACKLOG,
     UNSENT_BYTES,
@@ -77,11 +80,14 @@ def serve_model(
         client = EngineClient(lambda: launch_engine(settings.engine_command()), first=child, adapters=settings.adapters)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
-        await run_server(service, listener, settings.grace_s, ready, lambda engine: record.ended(service.served, engine))
+        record.show_prediction(service.metrics)
+        batches = None if store is None else Batches(store, service)
+        ended = functools.partial(record.ended, service.served)
+        await run_server(service, listener, settings.grace_s, ready, ended, batches)
         return service.totals
 
     listener_address = listener.getsockname()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with opened_store(settings.files_dir) as store, asyncio.Runner(loop_factory=loop_factory()) as runner:
         totals = runner.run(run())
     record.stopped(totals)
     return totals
@@ -115,12 +121,14 @@ async def run_server(
     grace_s: float = 90.0,
     on_ready: Callable[[wire.Ready], None] | None = None,
     on_end: Callable[[dict[str, float]], None] | None = None,
+    batches: Batches | None = None,
 ) -> None:
-    """Serve until a signal. ``on_end`` gets the engine's last counters. Raises TwostrokeError if the model cannot be loaded."""
+    """Serve until a signal. ``on_end`` gets the engine's last counters. ``batches`` are computed beside. Raises TwostrokeError
+    if the model cannot be loaded."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for every malformed request
     connections = Connections(most_connections(service.admission.limit, raise_file_limit()))
     config = uvicorn.Config(
-        make_app(service),
+        make_app(service, batches),
         http=guarded(protocol_base(), connections),
         ws="none",
         loop="asyncio",
@@ -144,10 +152,13 @@ async def run_server(
         connections.stopping = True
         if service.draining:
             server.force_exit = True
+        for task in behind:
+            task.cancel()
         service.draining = True  # a second signal finds it set and ends at once
         server.should_exit = True
         loop.call_later(grace_s, setattr, server, "force_exit", True)
 
+    behind = [] if batches is None else [asyncio.create_task(batches.run())]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     engine = asyncio.create_task(service.client.run())
@@ -168,8 +179,9 @@ async def run_server(
         if on_end is not None and loaded.done() and not engine.done():
             on_end(await service.client.stats())
     finally:
-        loaded.cancel()
-        watch.cancel()
+        for task in (loaded, watch, *behind):
+            task.cancel()
+        await asyncio.gather(*behind, return_exceptions=True)  # they sync what they wrote
         service.client.close()
         try:
             await engine

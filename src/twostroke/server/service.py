@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from twostroke.core.adapter_names import check_adapter_name
@@ -24,7 +27,9 @@ from twostroke.server.engine_client import EngineClient, EngineLostError, NotRea
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.served import Answer, Served
+from twostroke.server.structured import Forms, constraint_of
 from twostroke.server.text import ModelText, tokenizer_failed
+from twostroke.server.tools import AskedTools, tools_of
 from twostroke.server.turns import LoopTurns, Turns
 
 R = TypeVar("R", bound=Struct)
@@ -36,6 +41,9 @@ MAX_WAITING_BODIES = 32
 """Large bodies that may wait to be parsed: 64 MB. The next gets 429."""
 MAX_SCORES = 2**19
 """Most log-probabilities of one whole answer: tens of megabytes of JSON. A stream sends them as they come and holds none."""
+
+
+_FAILED = "the model's output for this request was not finite, or its form reached the limits of llguidance."
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Choice:
         finish = deltas[-1].finish_reason
         if finish == "error":
             self.finished = True
-            raise ApiError(500, "the model's output for this request was not finite.", self.param, "engine_error")
+            raise ApiError(500, _FAILED, self.param, "engine_error")
         if self.silent:
             self.finished = finish is not None
             # The client asked for no token, so the model's end token has not ended anything.
@@ -147,6 +155,7 @@ class Service:
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
+    forms: Forms = field(default_factory=Forms)
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     def __post_init__(self) -> None:
@@ -161,6 +170,11 @@ class Service:
         if self.client.info is None:
             raise not_ready()
         return self.client.info.max_model_len
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The engine's, of its weights and of how it computes."""
+        return None if self.client.info is None else self.client.info.fingerprint
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -220,12 +234,13 @@ class Service:
             texts = [given for given in prompts if isinstance(given, str)]
             encoded = iter(await self._encode(texts, request, special, "prompt", client))
             for given in prompts:
-                ids = self._checked(given) if isinstance(given, list) else next(encoded)
+                ids = self.checked(given) if isinstance(given, list) else next(encoded)
                 ids = ids[-(request.truncate_prompt_tokens or 0) :]
                 room = self._room(len(ids), request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
                 if params is None:  # once a request: 64 prompts × a thousand biases take 0.1 s to validate
                     params = request.sampling(max(1, wanted), request.logprobs, request.wanted_prompt_logprobs)
+                    await self._require_form(request, client)
                 params = protocol.of_length(params, max(1, wanted))
                 n_scores += _scores_of(ids, params, bool(request.echo), bool(request.stream))
                 _require_few(n_scores)
@@ -244,8 +259,9 @@ class Service:
         self._check_tokens(request)
         generation = Generation(self, "chatcmpl", request, 1, started, client)
         try:
-            text = await self.text.render([m.for_template() for m in request.messages], request.template_variables, client)
-            special = self.text.adds_special(request.add_special_tokens)
+            parallel = request.parallel_tool_calls is not False
+            tools = tools_of(request.tools, request.tool_choice, parallel, self.text.call_format, self.text.special_id)
+            text, special = await self.rendered(request, client, tools)
             (ids,) = await self._encode([text], request, special, "messages", client)
             ids = ids[-(request.truncate_prompt_tokens or 0) :]
             asked = request.asked
@@ -255,12 +271,56 @@ class Service:
                 # The other half of the scores is for the prompt's.
                 room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))
             params = request.sampling(max(1, room if asked is None else asked), logprobs, request.prompt_logprobs)
+            await self._require_form(request, client)
+            if tools is not None:
+                params = await tools.applied(params, self.forms, client)
             _require_few(_scores_of(ids, params, False, bool(request.stream)))
             generation.submit(Prompt(ids), params, silent=asked == 0)
         except BaseException:
             generation.close()
             raise
         return generation
+
+    async def rendered(
+        self, request: protocol.ChatRequest, client: str = "", tools: AskedTools | None = None
+    ) -> tuple[str, bool]:
+        """The conversation as text, with ``tools`` shown in it, and whether the tokenizer is to add its special tokens to it.
+        Raises ApiError 400."""
+        variables = request.template_variables | ({} if tools is None else tools.variables)
+        text = await self.text.render([m.for_template() for m in request.messages], variables, client)
+        return text, self.text.adds_special(request.add_special_tokens)
+
+    async def embed(
+        self, request: protocol.CommonRequest, inputs: list[str | list[int]], started: float, client: str, at_once: int
+    ) -> tuple[Generation, list[list[int]]]:
+        """A generation for the vectors of ``inputs``, to which none has been submitted, and their token ids. It has places for
+        ``at_once`` of them. Raises ApiError."""
+        self.require_model(request.model)
+        for given in inputs:  # too many token ids are refused before a loop over them
+            if isinstance(given, list) and request.truncate_prompt_tokens is None:
+                self._room(len(given), None, "input")
+        generation = Generation(self, "embd", request, len(inputs), started, client, min(at_once, len(inputs)))
+        try:
+            texts = [given for given in inputs if isinstance(given, str)]
+            encoded = iter(await self._encode(texts, request, request.add_special_tokens is not False, "input", client))
+            found = []
+            for given in inputs:
+                ids = self.checked(given, "input") if isinstance(given, list) else next(encoded)
+                found.append(ids[-(request.truncate_prompt_tokens or 0) :])
+                self._room(len(found[-1]), None, "input")
+        except BaseException:
+            generation.close()
+            raise
+        return generation, found
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """A place of the admission, for work that needs no engine. Raises ApiError 429 if all are taken."""
+        self.admission.enter(1)
+        try:
+            yield
+        finally:
+            self.admission.leave(1)
 
     async def score(self, request: protocol.ScoreRequest, started: float, client: str = "") -> Generation:
         """Hand every text of the request to the engine, to be scored. Raises ApiError, after which the engine holds none."""
@@ -290,7 +350,7 @@ class Service:
                 texts.append((prompt, text))
             elif isinstance(prompt, list) and isinstance(text, list):
                 self._room(len(prompt) + len(text), None, "text")
-                sequences.append((self._checked([*prompt, *text], "text"), max(1, len(prompt))))
+                sequences.append((self.checked([*prompt, *text], "text"), max(1, len(prompt))))
         return sequences or await self.text.split(self._pairs, texts, client)
 
     async def _encode(
@@ -302,6 +362,11 @@ class Service:
                 self._room(self.text.fewest_tokens.of(text), 1, param, at_least=True)
         return await self.text.encode(texts, param, special, client)
 
+    async def _require_form(self, request: protocol.CommonRequest, client: str) -> None:
+        form = constraint_of(request)
+        if form is not None:
+            await self.forms.require(*form, client)
+
     def _check_tokens(self, request: protocol.CommonRequest) -> None:
         """Reject ids outside the vocabulary: they have no effect and usually come from another model's tokenizer."""
         size = self.spec.vocab_size
@@ -311,7 +376,7 @@ class Service:
             if most >= size:
                 raise bad_request(f"{name} names token {most}; ids are from 0 to {size - 1}.", name)
 
-    def _checked(self, ids: list[int], param: str = "prompt") -> list[int]:
+    def checked(self, ids: list[int], param: str = "prompt") -> list[int]:
         """``ids``, which are not empty. Raises ApiError 400 for one outside the vocabulary."""
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < self.spec.vocab_size:
@@ -352,27 +417,38 @@ class Generation:
     """One HTTP request while the engine computes it: its choices, its places in the admission, its measurements. Must be
     closed.
 
-    It has ``n`` choices for each of ``n_prompts`` prompts, in the order of the prompts."""
+    It has ``n`` choices for each of ``n_prompts`` prompts, in the order of the prompts. ``n_places``: those that it takes, if
+    its prompts are not submitted together."""
 
     def __init__(
-        self, service: Service, prefix: str, request: protocol.CommonRequest, n_prompts: int, started: float, client: str
+        self,
+        service: Service,
+        prefix: str,
+        request: protocol.CommonRequest,
+        n_prompts: int,
+        started: float,
+        client: str,
+        n_places: int | None = None,
     ) -> None:
         if service.draining:
             raise not_ready(retry_after_s=5)
         if not service.client.ready:
             raise not_ready()
-        n, n_places = request.n or 1, n_prompts * request.places
+        n, n_places = request.n or 1, n_prompts * request.places if n_places is None else n_places
         service.admission.enter(n_places, "n" if n > 1 else "prompt")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.model = request.model
         self.created = int(time.time())
+        self.fingerprint = service.fingerprint
+        self.says_cached = True  # how much of the prompts was cached, which other requests decide
         self.prompt_tokens = 0
         self.choices: list[Choice] = []
-        self._param = {"cmpl": "prompt", "score": "text"}.get(prefix, "messages")
+        self.reasons: Counter[str] = Counter()  # why choices ended
+        self._param = {"cmpl": "prompt", "score": "text", "embd": "input"}.get(prefix, "messages")
         self._service = service
         self._n_prompts = n_prompts
         self._n_choices = n_prompts * n
-        self._n_places = n_places
+        self.n_places = n_places
         self._started = started
         self._client = client
         self._priority = request.priority or 0
@@ -421,13 +497,21 @@ class Generation:
                 if delta is not None:
                     if self._first is None:
                         self._first = time.perf_counter()
+                    if delta.finish_reason is not None:
+                        self.reasons[delta.finish_reason] += 1
                     yield delta
             waiting = [choice for choice in waiting if not choice.finished]
 
     @property
     def usage(self) -> responses.Usage:
         n_output = sum(choice.n_output for choice in self.choices)
-        return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output)
+        cached = responses.PromptTokensDetails(self.cached_tokens) if self.says_cached else msgspec.UNSET
+        return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output, cached)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, those that were found in the prefix cache."""
+        return sum(choice.stream.cached_tokens for choice in self.choices)
 
     def finish(self) -> None:
         """Abort unfinished choices, count what was computed and drop the answers. A second call does nothing."""
@@ -461,4 +545,4 @@ class Generation:
         self.finish()
         if not self._closed:
             self._closed = True
-            self._service.admission.leave(self._n_places, self._took_s)
+            self._service.admission.leave(self.n_places, self._took_s)

@@ -16,6 +16,7 @@ from twostroke.data.pairs import PairEncoder
 from twostroke.data.tokenizer import library_error, load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.server.errors import ApiError, bad_request
+from twostroke.server.tool_calls import format_of
 from twostroke.server.turns import Turns
 
 R = TypeVar("R")
@@ -36,7 +37,8 @@ class ModelText:
         self.tokenizer = load_tokenizer(directory)
         self.fewest_tokens = FewestTokens(self.tokenizer)
         source, self._template_variables = read_chat_template(directory)
-        self._has_template = source is not None
+        self.has_template = source is not None
+        self.call_format = format_of(source)
         self._template = ChatTemplate(source)
         self._template.start()
         decoder = self.tokenizer.decoder
@@ -49,13 +51,15 @@ class ModelText:
         self._rendering = Turns("chat-template")
         self._tokenising, self._tokenising_long = Turns("tokenise"), Turns("tokenise-long")
 
-    async def encode(self, texts: Sequence[str], param: str, special: bool, client: str = "") -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], param: str, special: bool, client: str = "", may_be_empty: bool = False
+    ) -> list[list[int]]:
         """Token ids of each text. If ``special``, with the tokens that the tokenizer itself puts in front and behind.
 
         A thread helps, because the tokenizers library releases the interpreter. Raises ApiError 400."""
         _require_characters(texts, param)
         found = await self._tokenise(texts, lambda: self._encode(texts, special), client)
-        if not all(found):
+        if not (may_be_empty or all(found)):
             raise bad_request(f"{param} is empty: it has no token to continue from.", param)
         return found
 
@@ -89,6 +93,17 @@ class ModelText:
         except BaseException as error:
             raise tokenizer_failed(error) from None
 
+    async def decode(self, ids: Sequence[int], client: str = "") -> str:
+        """The text of ``ids``, special tokens by their names. Raises ApiError 500."""
+
+        def work() -> str:
+            try:
+                return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+            except BaseException as error:
+                raise tokenizer_failed(error) from None
+
+        return work() if len(ids) <= SHORT_TEXT else await self._tokenising_long.run(client, work)
+
     async def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, client: str = ""
     ) -> str:
@@ -99,9 +114,14 @@ class ModelText:
         except InputError as error:
             raise bad_request(str(error), "messages") from None
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that ``text`` is, if it is one."""
+        found = self.tokenizer.token_to_id(text)
+        return int(found) if found in self._special else None
+
     def adds_special(self, wanted: bool | None) -> bool:
         """Whether the tokenizer adds its special tokens to a chat. A template writes its special tokens itself."""
-        return not self._has_template if wanted is None else wanted
+        return not self.has_template if wanted is None else wanted
 
     async def echo(self, prompt: str | list[int], ids: Sequence[int], special: bool, client: str = "") -> tuple[str, list[int]]:
         """The text of ``ids``, and the character at which each of them begins. They are the tokens of ``prompt`` or of its end.

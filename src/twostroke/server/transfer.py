@@ -10,10 +10,11 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import ByteBudget
-from twostroke.server.answers import Answer, Streamed, answer_events, whole_answer
+from twostroke.server.answers import Answer, whole_answer
 from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
+from twostroke.server.service import Generation, Service
 
 BODY_TIMEOUT_S = 30.0
 PIECE_BYTES = 2**16
@@ -24,6 +25,12 @@ def abort_of(scope: Scope) -> Callable[[], None]:
     """The function that closes a request's connection at once and drops its unsent bytes."""
     abort: Callable[[], None] = scope["extensions"][ABORT]
     return abort
+
+
+def client_of(service: Service, request: Request) -> str:
+    """The name under which a request queues."""
+    host = "" if request.client is None else request.client.host
+    return service.client_name(dict(request.scope["headers"]).get(b"authorization"), host)
 
 
 async def read_body(request: Request, incoming: ByteBudget) -> bytes:
@@ -77,10 +84,8 @@ async def respond(request: Request, answer: Answer, outgoing: ByteBudget) -> Res
         raise
 
 
-async def respond_streaming(request: Request, answer: Streamed) -> Response:
-    """The same as events."""
-    generation = answer.generation
-    events = answer_events(answer)
+async def respond_streaming(request: Request, generation: Generation, events: AsyncIterator[bytes]) -> Response:
+    """The same as ``events``."""
     try:
         # The first event comes before the headers, so that a request that the engine refuses gets an error's status.
         with while_open(request.scope):

@@ -82,7 +82,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class TokenDelta(msgspec.Struct, array_like=True):
     """New tokens of answer ``index`` to one request. Its last delta has the ``finish_reason``. ``prompt_logprobs`` come in
-    deltas without tokens, before the first token of any answer."""
+    deltas without tokens, before the first token of any answer. ``cached_tokens``: of the prompt, in the first delta of answer
+    0 that has tokens. ``embedding``: a pooled prompt's vector, fp32 numbers, the lowest byte of each first."""
 
     request_id: str
     token_ids: list[int]
@@ -90,6 +91,8 @@ class TokenDelta(msgspec.Struct, array_like=True):
     finish_reason: str | None = None
     index: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    embedding: bytes | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
@@ -103,6 +106,7 @@ class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
     load_s: float
     loaded_packed: bool = False
     notes: list[str] = []
+    fingerprint: str = ""
 
 
 class Tokens(msgspec.Struct, tag="tokens"):

@@ -15,6 +15,7 @@ from twostroke.training.adapters import base_state, check_base, load_adapted
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
 from twostroke.training.checkpoint import Checkpoint
 from twostroke.training.conversations import make_loader
+from twostroke.training.early_exit import EarlyExit
 from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.optimizers import Optimizers
@@ -79,6 +80,7 @@ def build(inputs: RunInputs) -> RunState:
             log,
             settings.activation_checkpointing,
             ExpertBalance(decoder, settings, moves_biases=not recipe.trains_adapters),
+            EarlyExit.of(decoder, settings, inputs.steps, from_scratch=recipe.model.init_from is None),
         ),
     )
     checkpoint = reader.get() if reader is not None else None

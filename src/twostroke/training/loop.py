@@ -139,6 +139,8 @@ class _Loop:
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation)]
             clock.lap("data")
             factor = scheduled_factor(settings, run.step, run.inputs.steps)
+            if run.train_step.early_exit is not None:
+                run.train_step.early_exit.begin(run.step)
             result = self._step_or_stop(batches, factor, clock, position, recent)
             step_time_s, parts = clock.finish()
             self.stop.nothing_to_save = False

@@ -9,7 +9,7 @@ backward pass only scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,48 +54,51 @@ def _no_lap(name: str) -> None:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Of several ``hiddens`` before one head: the sum of their losses times ``shares``, and the first one's loss alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
         chunk_rows: int,
         function: ChunkFunction,
         lap: Lap,
         cap: float | None,
-    ) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        shares: tuple[float, ...],
+        *hiddens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        wants_weight, wants_hidden = ctx.needs_input_grad[0], ctx.needs_input_grad[-len(hiddens) :]
+        losses = [torch.zeros((), dtype=torch.float32, device=weight.device) for _ in hiddens]
+        gradients = [torch.empty_like(h) if wants else None for h, wants in zip(hiddens, wants_hidden, strict=True)]
         # In fp32, because a bf16 sum over chunks would lose small gradients.
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
-        for begin in range(0, hidden.shape[0], chunk_rows):
-            rows = slice(begin, begin + chunk_rows)
-            loss, gradient = function(hidden[rows], weight, targets[rows], cap)
-            total += loss
-            lap("forward")
-            if hidden_gradient is not None:
-                torch.mm(gradient, weight, out=hidden_gradient[rows])
-            if weight_gradient is not None:
-                weight_gradient += gradient.t() @ hidden[rows]
-            lap("backward")
-        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
-        return total
+        for total, hidden, share, hidden_gradient in zip(losses, hiddens, shares, gradients, strict=True):
+            for begin in range(0, hidden.shape[0], chunk_rows):
+                rows = slice(begin, begin + chunk_rows)
+                loss, gradient = function(hidden[rows], weight, targets[rows], cap)
+                total += loss
+                lap("forward")
+                if hidden_gradient is not None:
+                    torch.mm(gradient, weight, out=hidden_gradient[rows])
+                if weight_gradient is not None:
+                    weight_gradient.add_(gradient.t() @ hidden[rows], alpha=share)
+                lap("backward")
+            if hidden_gradient is not None and share != 1.0:
+                hidden_gradient *= share
+        ctx.save_for_backward(None if weight_gradient is None else weight_gradient.to(weight.dtype), *gradients)
+        first = losses[0].clone()
+        ctx.mark_non_differentiable(first)
+        if len(losses) == 1 and shares[0] == 1.0:
+            return losses[0], first
+        return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum(), first
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
-        scale = upstream[0]
-        return (
-            None if hidden_gradient is None else hidden_gradient * scale,
-            None if weight_gradient is None else weight_gradient * scale,
-            None,
-            None,
-            None,
-            None,
-            None,
+        weight_gradient, *hidden_gradients = (
+            None if gradient is None else gradient * upstream[0] for gradient in ctx.saved_tensors
         )
+        return (weight_gradient, None, None, None, None, None, None, *hidden_gradients)
 
 
 def chunked_cross_entropy(
@@ -114,5 +117,22 @@ def chunked_cross_entropy(
     copy of it. The forward pass also computes the gradients, so ``lap`` is called with "forward" and "backward" after each part
     of it. ``tests/training/test_loss.py`` compares it with plain cross-entropy.
     """
-    result: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_rows, function, lap, cap)
+    return shared_cross_entropy([hidden], (1.0,), weight, targets, chunk_rows, function, lap, cap)[0]
+
+
+def shared_cross_entropy(
+    hiddens: Sequence[Float[Tensor, "n E"]],
+    shares: tuple[float, ...],
+    weight: Float[Tensor, "V E"],
+    targets: Int[Tensor, " n"],
+    chunk_rows: int = LOSS_CHUNK_ROWS,
+    function: ChunkFunction = chunk_loss,
+    lap: Lap = _no_lap,
+    cap: float | None = None,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """(Σ ``shares``·``chunked_cross_entropy`` of each of ``hiddens``, with gradients; that of the first alone, without). All
+    read one head, whose gradient exists once."""
+    result: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(
+        weight, targets, chunk_rows, function, lap, cap, shares, *hiddens
+    )
     return result

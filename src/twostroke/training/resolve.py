@@ -43,7 +43,7 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
                 f"train.sequence_length={settings.sequence_length} must be at most the {spec.max_positions} positions of "
                 f"{model.init_from}. Lower it."
             )
-        return spec
+        return _with_exits(spec, recipe)
     if model.size == "auto":
         if hardware is None:
             raise ConfigError(
@@ -52,7 +52,20 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
             )
         picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
         model = model.sized_as(picked)
-    return spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,))
+    return _with_exits(spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,)), recipe)
+
+
+def _with_exits(spec: ModelSpec, recipe: TrainRecipe) -> ModelSpec:
+    """``spec``, which says so if earlier layers are trained to be read. Raises ConfigError if it has too few of them."""
+    settings = recipe.train
+    if not settings.exit_loss:
+        return spec
+    if settings.exits_per_step >= spec.n_layers:
+        raise ConfigError(
+            f"train.exits_per_step={settings.exits_per_step} must be less than the model's {spec.n_layers} layers: the last "
+            "has its loss in every step."
+        )
+    return spec.with_(early_exit=True)
 
 
 def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:

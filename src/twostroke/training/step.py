@@ -14,8 +14,9 @@ from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
 from twostroke.training.activation_checkpointing import cached_bytes, checkpoint_activations
 from twostroke.training.clock import StepClock
+from twostroke.training.early_exit import EarlyExit
 from twostroke.training.experts import ExpertBalance
-from twostroke.training.loss import IGNORE_INDEX, ChunkFunction, chunk_loss, chunked_cross_entropy
+from twostroke.training.loss import IGNORE_INDEX, ChunkFunction, chunk_loss, chunked_cross_entropy, shared_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
@@ -28,9 +29,10 @@ Accept = Callable[[float, float], str | None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """``loss`` is in nats per token with a target. ``grad_norm`` is before clipping; ``block_grad_norms`` has it by part of the
-    model ("embed", "blocks.0", …, "final_norm", "head"). ``skipped`` is the reason if nothing was changed, else None.
-    ``expert_load`` is the largest load of an expert over the mean load, in the worst layer."""
+    """``loss`` is in nats per token with a target, of the last layer where earlier ones have a loss too. ``grad_norm`` is
+    before clipping; ``block_grad_norms`` has it by part of the model ("embed", "blocks.0", …, "final_norm", "head").
+    ``skipped`` is the reason if nothing was changed, else None. ``expert_load`` is the largest load of an expert over the mean
+    load, in the worst layer."""
 
     loss: float
     grad_norm: float
@@ -79,8 +81,9 @@ class TrainStep:
         log: Log,
         activation_checkpointing: str = "none",
         experts: ExpertBalance | None = None,
+        early_exit: EarlyExit | None = None,
     ) -> None:
-        self.experts = experts
+        self.experts, self.early_exit = experts, early_exit
         self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
         self.device = next(decoder.parameters()).device
         self._log = log
@@ -207,22 +210,32 @@ class TrainStep:
         """
         if self.experts is not None:
             self.experts.set_scale(scale)
-        loss = self._loss(batch, clock.lap)
-        (loss * scale).backward()
+        trained, loss = self._loss(batch, clock.lap)
+        (trained * scale).backward()
         clock.lap("backward")
         return loss.detach()
 
-    def _loss(self, batch: Batch, lap: Callable[[str], None]) -> Tensor:
+    def _loss(self, batch: Batch, lap: Callable[[str], None]) -> tuple[Tensor, Tensor]:
+        """(what is trained, the last layer's loss): the same without early exit."""
+        if self.early_exit is not None:
+            self.early_exit.outputs.clear()
         batch = batch.to(self.device, non_blocking=True)
         hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
         # In chunks, because the logits of all tokens are the largest tensor of a step (4 GiB for 16 × 512 at V = 128k).
         rows, head, cap = loss_chunk_rows(hidden.shape[0]), self.decoder.head_weight, self.decoder.logit_cap
-        return chunked_cross_entropy(hidden, head, batch.targets.flatten(), rows, self._chunk, lap, cap)
+        targets = batch.targets.flatten()
+        if self.early_exit is None:
+            loss = chunked_cross_entropy(hidden, head, targets, rows, self._chunk, lap, cap)
+            return loss, loss
+        earlier = [self.decoder.read_out(output).flatten(0, 1) for output in self.early_exit.outputs]
+        self.early_exit.outputs.clear()
+        lap("forward")
+        return shared_cross_entropy([hidden, *earlier], self.early_exit.shares, head, targets, rows, self._chunk, lap, cap)
 
     def activations_bytes(self, batch: Batch) -> int:
         """Bytes that the forward pass of a part of ``batch`` keeps for its backward pass. Only the random state changes."""
         batch = self._parts(batch)[0]
         own = (*self.decoder.parameters(), *self.decoder.buffers())
         with cached_bytes() as cached:
-            return saved_activations_bytes(lambda: self._loss(batch, lambda part: None), own) + cached()
+            return saved_activations_bytes(lambda: self._loss(batch, lambda part: None)[0], own) + cached()

@@ -26,7 +26,7 @@ from twostroke.cli.plan.subject import (
     serving_shape,
 )
 from twostroke.core.adapter_names import adapters_of
-from twostroke.core.engine_settings import DRAFT, OFF
+from twostroke.core.engine_settings import OFF
 from twostroke.core.engine_settings import SETTINGS as ENGINE_SETTINGS
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import model_directory
@@ -47,7 +47,7 @@ PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's token
 SPECULATE = typer.Option(
     "",
     metavar="γ,α,c|HOW",
-    help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's; or off, auto, ngram or draft:DIR as the "
+    help="Speculation: tokens drafted, share accepted, a draft's time ÷ a step's; or a value of serve's --speculate as the "
     "model's last run with that found it.",
 )
 LORA = typer.Option(
@@ -165,7 +165,7 @@ def _speculation(subject: str, text: str) -> Speculation | None:
 
     if not text or text == OFF:
         return None
-    if text not in ("auto", *ENGINE_SETTINGS["speculate"].choices) and not text.startswith(DRAFT):
+    if not ENGINE_SETTINGS["speculate"].allows(text):
         return Speculation.parse(text)
     found = drafts_seen(model_directory(Path(subject)), text)
     if found is None:

@@ -11,6 +11,7 @@ from typing import Any
 from twostroke.core.errors import ConfigError, UnsupportedFamilyError
 from twostroke.core.families import dense, earlier, experts, gemma, gpt2, latent, llama, phi
 from twostroke.core.families.quantised import checkpoint_scheme
+from twostroke.core.families.reader import Reader
 from twostroke.core.families.short_keys import has_short_keys, with_family_keys
 from twostroke.core.families.weights import (
     FALCON_WEIGHTS,
@@ -123,6 +124,10 @@ REFUSED: dict[str, str] = {
 """Kinds of model that are no decoder-only transformer, with the reason."""
 
 
+EARLY_EXIT = "early_exit"
+"""Our own key of a ``config.json``, of any family: ``ModelSpec.early_exit``."""
+
+
 def all_families() -> dict[str, Family]:
     """Every family that can be planned; those of ``FAMILIES`` can also be trained and served."""
     return FAMILIES | PLANNED_FAMILIES
@@ -165,12 +170,15 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     if not isinstance(family, str) or family not in all_families():
         raise _refuse_unknown(family, config)
     notes: tuple[str, ...] = ()
+    early_exit = Reader(config).flag(EARLY_EXIT, False)
     if has_short_keys(config):
         config, notes = with_family_keys(config)
         family = config["model_type"]
     scheme = checkpoint_scheme(config)
     spec = all_families()[family].parse(config)
-    return spec.with_(checkpoint_scheme=scheme, notes=spec.notes + notes) if scheme or notes else spec
+    if not (scheme or notes or early_exit):
+        return spec
+    return spec.with_(checkpoint_scheme=scheme, notes=spec.notes + notes, early_exit=early_exit)
 
 
 def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
@@ -194,7 +202,7 @@ def config_from_spec(spec: ModelSpec, dtype: str = "float32") -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     _refuse_loss(spec, family.parse(config))
-    return config
+    return config | {EARLY_EXIT: True} if spec.early_exit else config
 
 
 def _refuse_loss(spec: ModelSpec, written: ModelSpec) -> None:

@@ -9,16 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from twostroke.engine.sampler import sample
-from twostroke.engine.speculation.lengths import RecentShares, StepTimes
+from twostroke.engine.speculation.ahead import DraftsAhead
+from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.scheduler import Scheduler
 from twostroke.scheduling.step import ScheduledStep
-
-MOST_AHEAD = 8
-"""Most tokens that the model computes ahead: the probability that all are right falls with each."""
-
-_TRIED_EVERY = 64
-"""Where drafts do not pay, one is made in so many steps, to see whether they do by now."""
 
 
 class DraftEngine(Protocol):
@@ -43,39 +38,20 @@ class _Mirror:
         self.n_served = served.n_prompt
 
 
-class ModelDrafter:
+class ModelDrafter(DraftsAhead):
     """Drafts by ``draft``. It draws with the served request's parameters and the very random numbers that the served model will
     use at each place, so that equal distributions give equal tokens.
 
-    ``times`` and ``draft_times`` are seconds of a step of both models by its rows, ``seed_of`` gives a request's random
-    stream. All requests draft equally many tokens: as many as make the expected tokens of a second most, by how often the
-    first, second, … draft was right in the last steps."""
+    ``seed_of`` gives a request's random stream."""
 
     def __init__(self, draft: DraftEngine, times: StepTimes, draft_times: StepTimes, seed_of: Callable[[Request], int]) -> None:
-        self.times, self.draft_times = times, draft_times
+        super().__init__(times, draft_times)
         self._draft, self._seed_of = draft, seed_of
-        self._shares = RecentShares(MOST_AHEAD)  # of the first draft, the second, …
         config = draft.scheduler.config
         self._slots = list(range(config.max_running - 1, -1, -1))
         self._mirrors: dict[str, _Mirror] = {}
-        self._n_steps = self._n_idle = 0
-        self._taken_s = 0.0
+        self._n_steps = 0
         self._grown: list[Request] = []  # whose pages the draft model's runner has yet to be told of
-
-    def propose(self, decoding: Sequence[Request], n_rows: int, room: int) -> dict[int, list[int]]:
-        """See ``scheduling.step.Propose``."""
-        began = time.perf_counter()
-        for request in decoding:
-            self._compare(request)
-        n = min(self._ahead(len(decoding), n_rows), max(1, room // len(decoding)))
-        found = self._draft_tokens(decoding[: room // n], n) if n else {}
-        self._taken_s = time.perf_counter() - began
-        return found
-
-    def saw(self, step: ScheduledStep, seconds: float) -> None:
-        """``step`` took ``seconds``, with drafting."""
-        if step.n_decodes == len(step.requests):
-            self.times.saw(step.n_tokens, max(1e-9, seconds - self._taken_s))
 
     def ended(self, request: Request) -> None:
         """Give back what the draft model keeps of ``request``."""
@@ -104,22 +80,6 @@ class ModelDrafter:
         own.n_computed = min(own.n_computed, n)
         own.tokens[n:] = tokens[n:]
         mirror.n_served = len(tokens)
-
-    def _ahead(self, n_decoding: int, n_rows: int) -> int:
-        """Drafts of each request that maximise expected tokens ÷ (seconds of the step + seconds of drafting)."""
-        step_s, draft_s = self.times.seconds, self.draft_times.seconds(n_decoding)
-        best, best_n = 1.02 * n_decoding / step_s(n_rows), 0
-        expected, survival = float(n_decoding), 1.0
-        for n in range(1, MOST_AHEAD + 1):
-            survival *= self._shares.of(n - 1)
-            expected += n_decoding * survival
-            rate = expected / (step_s(n_rows + n * n_decoding) + n * draft_s)
-            if rate > best:
-                best, best_n = rate, n
-        self._n_idle = 0 if best_n else self._n_idle + 1
-        if self._n_idle >= _TRIED_EVERY:
-            self._n_idle, best_n = 0, 1
-        return best_n
 
     def _draft_tokens(self, decoding: Sequence[Request], n: int) -> dict[int, list[int]]:
         """``n`` tokens behind each request that the draft model has caught up with, a step of all for each."""

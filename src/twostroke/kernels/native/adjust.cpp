@@ -1,6 +1,9 @@
-// Biases, penalties and held-off ends on rows of logits, in place and back again. The plain reference is in
-// engine/adjust.py.
+// Biases, penalties, held-off ends and forbidden tokens on rows of logits, in place and back again. The plain reference
+// is in engine/adjust.py.
 #include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
 
 #include "pool.h"
 #include "sampling.h"
@@ -8,7 +11,22 @@
 namespace ts {
 namespace {
 
+void forbid(const uint32_t* allowed, float* x, int64_t n_vocab) {
+    constexpr float kNever = -__builtin_inff();
+    for (int64_t first = 0; first < n_vocab; first += 32, allowed++) {
+        const int64_t n = std::min<int64_t>(32, n_vocab - first);
+        if (*allowed == ~0u) continue;  // as most words are within a text
+        if (*allowed == 0) {
+            std::fill_n(x + first, n, kNever);
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++)
+            if (!(*allowed >> i & 1)) x[first + i] = kNever;
+    }
+}
+
 void change(const Adjustment& a, float* x, int64_t n_vocab) {
+    if (a.whole != nullptr) std::memcpy(a.whole, x, static_cast<size_t>(n_vocab) * sizeof(float));
     float* undo = a.undo;
     const auto at = [&](int64_t token, auto value) {
         if (token < 0 || token >= n_vocab) {
@@ -30,9 +48,14 @@ void change(const Adjustment& a, float* x, int64_t n_vocab) {
         at(a.output[i], [&](float v) { return v - off; });
     }
     for (int64_t i = 0; i < a.n_ends; i++) at(a.ends[i], [](float) { return -__builtin_inff(); });
+    if (a.allowed != nullptr) forbid(a.allowed, x, n_vocab);
 }
 
 void restore(const Adjustment& a, float* x, int64_t n_vocab) {
+    if (a.whole != nullptr) {
+        std::memcpy(x, a.whole, static_cast<size_t>(n_vocab) * sizeof(float));
+        return;
+    }
     const float* undo = a.undo + a.n_biased + a.n_prompt + 2 * a.n_output + a.n_ends;
     const auto back = [&](const int64_t* tokens, int64_t n, const uint8_t* only) {
         for (int64_t i = n - 1; i >= 0; i--) {

@@ -9,7 +9,13 @@ namespace ts {
 // is all that attention follows. Keys of a tile are (pairs of D, 16 slots, pair), values (pairs of slots, D, pair); a
 // pair is two neighbouring numbers in bf16 and int8, one in fp32. So sixteen keys are one vector and no sum crosses
 // lanes.
-enum class KvType : int32_t { F32 = 0, BF16 = 1, INT8 = 2 };
+//
+// In int4 heads are turned by `hadamard` and each byte is two codes of one slot, the first in its lower bits, so that
+// threads may write neighbouring slots: of keys (pairs of D, 16 slots) two neighbouring dimensions, of values
+// (16 slots, half of D) dimensions d and half + d, half being D / 2 rounded up. A code c stands for c − 7.5 scales; a
+// key adds to that the middle of its range.
+enum class KvType : int32_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+constexpr bool in_codes(KvType type) { return type == KvType::INT8 || type == KvType::INT4; }
 constexpr int kTile = 16;
 constexpr int kBlock =
     64;  // keys of one pass of the online softmax; block borders are multiples of it in every request
@@ -24,7 +30,7 @@ struct KvLayout {
 struct KvHead {  // one key head and its value head in one layer
     uint8_t* keys;
     uint8_t* values;
-    float* key_scales;  // int8: one number a slot
+    float* key_scales;  // int8: one number a slot; int4: two bf16 in its place, the scale and the middle of the range
     float* value_scales;
 };
 

@@ -1,5 +1,5 @@
-// Attention over a bf16 or int8 cache by AMX's matrix registers: sixteen query rows at a time, and the softmax of a
-// span of 256 keys at once.
+// Attention over a bf16, int8 or int4 cache by AMX's matrix registers: sixteen query rows at a time, and the softmax of
+// a span of 256 keys at once.
 //
 // A tile of the cache is a register of weights as tdpbf16ps wants it: thirty-two dimensions of sixteen keys, or
 // thirty-two keys' values of sixteen dimensions. The processor adds each pair's products in one order whatever the
@@ -29,6 +29,7 @@ struct Workspace {
     float* sums;                           // (16, head_dim): of the span
     float* total;                          // (rows, head_dim): of the spans before it
     float *total_max, *total_denominator;  // (rows)
+    float *turned, *query_sums;            // (head_dim), (rows): of prepare_queries
     uint32_t* key_tiles;                   // (kTilesPerSpan, q_words, 16): tiles that had to be put together or widened
     uint32_t* value_tiles;                 // (kTilesPerSpan, 8, head_dim), one tile of zeros behind them
 
@@ -50,6 +51,8 @@ struct Workspace {
         total = reinterpret_cast<float*>(take(n_rows * head_dim));
         total_max = reinterpret_cast<float*>(take(n_rows));
         total_denominator = reinterpret_cast<float*>(take(n_rows));
+        turned = reinterpret_cast<float*>(take(head_dim));
+        query_sums = reinterpret_cast<float*>(take(n_rows));
         key_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerSpan * q_words * ts::kTile));
         value_tiles = reinterpret_cast<uint32_t*>(take((kTilesPerSpan + 1) * ts::kTile / 2 * head_dim));
         return at;
@@ -117,13 +120,17 @@ TS_INLINE void score(const Workspace& work, int64_t row, const Tiles<kTilesPerSp
 }
 
 // Scores of one row become weights; keys of the span outside [least, last] have none. Their maximum and sum come back.
-TS_INLINE void softmax(bool codes, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least, int64_t last,
-                       float cap, float* scores, uint16_t* weights, float& running_max, float& denominator) {
+TS_INLINE void softmax(ts::KvType type, const Tiles<kTilesPerSpan>& tiles, int first, int end, int64_t least,
+                       int64_t last, float cap, float query_sum, float* scores, uint16_t* weights, float& running_max,
+                       float& denominator) {
+    const bool codes = in_codes(type);
     const __m512 none = _mm512_set1_ps(-__builtin_inff());
     __m512 largest = none;
     for (int t = first; t < end; t++) {
         __m512 x = _mm512_load_ps(scores + t * ts::kTile);
         if (codes) x = _mm512_mul_ps(x, _mm512_loadu_ps(tiles.key_scales + t * ts::kTile));
+        if (type == ts::KvType::INT4)
+            x = _mm512_fmadd_ps(_mm512_loadu_ps(tiles.key_middles + t * ts::kTile), _mm512_set1_ps(query_sum), x);
         if (cap > 0.0f) x = bounded_score(x, cap * kLog2e);
         const int64_t low = least - t * ts::kTile, high = last - t * ts::kTile;  // lanes that count
         if (low > 0 || high < ts::kTile - 1) {
@@ -208,6 +215,7 @@ void pair_values(const Workspace& work, Tiles<kTilesPerSpan>& tiles, int n_tiles
             std::memset(copy + words, 0, static_cast<size_t>(words) * 4);
             tiles.keys[t + 1] = tiles.keys[t];  // any numbers: no row sees them
             std::memset(tiles.key_scales + (t + 1) * ts::kTile, 0, ts::kTile * 4);
+            std::memset(tiles.key_middles + (t + 1) * ts::kTile, 0, ts::kTile * 4);
             std::memset(tiles.value_scales + (t + 1) * ts::kTile, 0, ts::kTile * 4);
         } else if (tiles.values[t + 1] != copy + words) {
             std::memcpy(copy + words, tiles.values[t + 1], static_cast<size_t>(words) * 4);
@@ -228,8 +236,8 @@ void shape(int n_rows) {
 void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale,
                   Workspace& work) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
-    const bool codes = kv.type == ts::KvType::INT8, fetch = !codes;
-    prepare_queries(kv, task, scale, work.q, work.q_words);
+    const bool fetch = !in_codes(kv.type);
+    prepare_queries(kv, task, scale, work.q, work.q_words, work.turned, work.query_sums);
     for (int64_t r = 0; r < n_rows; r++) work.total_max[r] = -__builtin_inff(), work.total_denominator[r] = 0.0f;
     std::memset(work.total, 0, static_cast<size_t>(n_rows * D) * 4);
     shape(n_rows < kRowsPerTmm ? static_cast<int>(n_rows) : kRowsPerTmm);
@@ -256,9 +264,9 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                 for (int64_t r = 0; r < rows; r++) {
                     const int64_t position = task.first_position + (row + r) / task.group;
                     const int64_t last = position < end ? position : end - 1;
-                    softmax(codes, tiles, from, to, task.window > 0 ? position - task.window + 1 - span : 0,
-                            last - span, task.cap, work.scores + r * ts::kSpan, work.weights + r * ts::kSpan,
-                            running_max[r], denominator[r]);
+                    softmax(kv.type, tiles, from, to, task.window > 0 ? position - task.window + 1 - span : 0,
+                            last - span, task.cap, work.query_sums[row + r], work.scores + r * ts::kSpan,
+                            work.weights + r * ts::kSpan, running_max[r], denominator[r]);
                 }
                 int64_t d = 0;
                 for (; d + 64 <= D; d += 64) weighted_values<4>(work, tiles.values, from, to, d, fetch && row == 0);
@@ -285,7 +293,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
     ts::release_tmm();
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        divide_by_denominator(task, r, work.total + r * D, work.total_max[r], work.total_denominator[r], D);
+        divide_by_denominator(kv, task, r, work.total + r * D, work.total_max[r], work.total_denominator[r]);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

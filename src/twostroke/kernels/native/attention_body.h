@@ -130,6 +130,7 @@ struct Scratch {
     float* sums;                                                       // (rows, padded): of the span
     float* total;                                                      // (rows, padded): of the spans before it
     float *running_max, *denominator, *total_max, *total_denominator;  // (rows)
+    float *turned, *query_sums;                                        // (head_dim), (rows): of prepare_queries
     uint32_t* key_tiles;    // (kTilesPerBlock, q_words, 16): tiles that had to be put together or widened
     uint32_t* value_tiles;  // (kTilesPerBlock, 16, head_dim), a lane's width of slack behind them
 
@@ -156,6 +157,8 @@ struct Scratch {
         denominator = reinterpret_cast<float*>(take(n_rows));
         total_max = reinterpret_cast<float*>(take(n_rows));
         total_denominator = reinterpret_cast<float*>(take(n_rows));
+        turned = reinterpret_cast<float*>(take(kv.head_dim));
+        query_sums = reinterpret_cast<float*>(take(n_rows));
         key_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * q_words * ts::kTile));
         value_tiles = reinterpret_cast<uint32_t*>(take(kTilesPerBlock * ts::kTile * kv.head_dim + 4 * kLanes));
         return at;
@@ -180,7 +183,9 @@ TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tile
         x[t] = none;
         if (t >= n_tiles) continue;
         x[t] = load(scores + t * ts::kTile);
-        if (kv.type == ts::KvType::INT8) x[t] *= load(tiles.key_scales + t * ts::kTile);
+        if (in_codes(kv.type)) x[t] *= load(tiles.key_scales + t * ts::kTile);
+        if (kv.type == ts::KvType::INT4)
+            x[t] = fma(load(tiles.key_middles + t * ts::kTile), all(s.query_sums[r]), x[t]);
         if (cap > 0.0f) x[t] = bounded(x[t], cap * kLog2e);
         const int64_t position = first + t * ts::kTile;
         if (position < least || position + ts::kTile - 1 > last) {
@@ -228,7 +233,7 @@ TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tile
 template <typename Format>
 void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Scratch& s) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
-    prepare_queries(kv, task, scale, s.q, s.q_words);
+    prepare_queries(kv, task, scale, s.q, s.q_words, s.turned, s.query_sums);
     for (int64_t r = 0; r < n_rows; r++) s.total_max[r] = -__builtin_inff(), s.total_denominator[r] = 0.0f;
     std::memset(s.total, 0, static_cast<size_t>(n_rows * s.padded) * 4);
     Tiles<kTilesPerBlock> tiles;
@@ -277,7 +282,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
     }
     if (task.partial != nullptr) return;
     for (int64_t r = 0; r < n_rows; r++)
-        divide_by_denominator(task, r, s.total + r * s.padded, s.total_max[r], s.total_denominator[r], D);
+        divide_by_denominator(kv, task, r, s.total + r * s.padded, s.total_max[r], s.total_denominator[r]);
 }
 
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {

@@ -3,14 +3,18 @@
 #pragma once
 
 #include "attention.h"
+#include "hadamard.h"
 #include "step_lanes.h"
 
 namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
-// Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read.
-void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float scale, uint32_t* q, int64_t q_words) {
+// Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read. Over int4
+// they are turned as its keys are, in `turned` (D), and `query_sums` (rows) are what the middles of keys are
+// multiplied with.
+void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float scale, uint32_t* q, int64_t q_words,
+                     float* turned, float* query_sums) {
     const int64_t D = kv.head_dim;
     const float factor = scale * kLog2e;
     for (int64_t i = 0; i < task.n_tokens; i++)
@@ -24,10 +28,19 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
             uint16_t* halves = reinterpret_cast<uint16_t*>(to);
             if (i + 1 < task.n_tokens)
                 for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(from + task.query_stride + d);
+            if (kv.type == ts::KvType::INT4) {
+                std::memcpy(turned, from, static_cast<size_t>(D) * 4);
+                hadamard(turned, D);
+                from = turned;
+            }
+            Floats sum = all(0.0f);
             for (int64_t d = 0; d < D; d += kLanes) {
                 const int left = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
-                store_halves(halves + d, low_halves(bf16_words(load_some(from + d, left) * all(factor))), left);
+                const Words rounded = bf16_words(load_some(from + d, left) * all(factor));
+                sum += (Floats)(rounded << 16);
+                store_halves(halves + d, low_halves(rounded), left);
             }
+            if (kv.type == ts::KvType::INT4) query_sums[i * task.group + g] = sum_of(sum);
             if (D % 2) halves[D] = 0;
         }
 }
@@ -47,9 +60,10 @@ TS_INLINE void merge_span(float* total, float& total_max, float& total_denominat
     total_max = now;
 }
 
-// Row r of a task: its sums of values over its sum of weights, which its head's sink is part of.
-TS_INLINE void divide_by_denominator(const ts::AttendTask& task, int64_t r, const float* total, float running_max,
-                                     float denominator, int64_t head_dim) {
+// Row r of a task: its sums of values, turned back, over its sum of weights, which its head's sink is part of.
+TS_INLINE void divide_by_denominator(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t r, const float* total,
+                                     float running_max, float denominator) {
+    const int64_t head_dim = kv.head_dim;
     if (task.sinks != nullptr) denominator += exp2_of(all(task.sinks[r % task.group] * kLog2e - running_max))[0];
     float* out = task.out + r / task.group * task.out_stride + r % task.group * head_dim;
     const Floats factor = all(1.0f / denominator);
@@ -57,6 +71,7 @@ TS_INLINE void divide_by_denominator(const ts::AttendTask& task, int64_t r, cons
         const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
         store_some(out + d, load_some(total + d, left) * factor, left);
     }
+    if (kv.type == ts::KvType::INT4) hadamard(out, head_dim);
 }
 
 // The spans of one token's group of heads, computed by whichever threads, put together in order. The first span serves
@@ -73,7 +88,7 @@ void combine(const ts::KvLayout& kv, const ts::AttendTask& task, int64_t n_spans
             const float* span = first + i * n_rows * (D + 2);
             merge_span(total, running_max, denominator, span + 2 * n_rows + r * D, span[2 * r], span[2 * r + 1], D);
         }
-        divide_by_denominator(task, r, total, running_max, denominator, D);
+        divide_by_denominator(kv, task, r, total, running_max, denominator);
     }
 }
 

@@ -33,19 +33,94 @@ TS_INLINE void widen(const int8_t* codes, int64_t n_words, uint32_t* out) {
         out[i] = static_cast<uint32_t>(bf16_of(codes[2 * i])) | static_cast<uint32_t>(bf16_of(codes[2 * i + 1])) << 16;
 }
 
-// N tiles side by side: pointers into the cache where a tile's slots are together there, else copies.
+// −7.5 to 7.5 in bf16, which holds them exactly: what codes of 4 bits stand for, by the lowest four of five bits.
+alignas(64) constexpr uint16_t kFourBitValues[32] = {
+    0xc0f0, 0xc0d0, 0xc0b0, 0xc090, 0xc060, 0xc020, 0xbfc0, 0xbf00, 0x3f00, 0x3fc0, 0x4020,
+    0x4060, 0x4090, 0x40b0, 0x40d0, 0x40f0, 0xc0f0, 0xc0d0, 0xc0b0, 0xc090, 0xc060, 0xc020,
+    0xbfc0, 0xbf00, 0x3f00, 0x3fc0, 0x4020, 0x4060, 0x4090, 0x40b0, 0x40d0, 0x40f0,
+};
+
+inline uint32_t two_values(uint32_t codes) {
+    return kFourBitValues[codes & 15u] | static_cast<uint32_t>(kFourBitValues[codes >> 16 & 15u]) << 16;
+}
+
+// Words of two bf16 from words with a code in the lowest bits of either half; what stands above them is ignored.
+TS_INLINE Words two_values(Words codes) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kFourBitValues));
+#else
+    const Floats low = __builtin_convertvector((Ints)(codes & 15u), Floats) - all(7.5f);
+    const Floats high = __builtin_convertvector((Ints)(codes >> 16 & 15u), Floats) - all(7.5f);
+    return (Words)low >> 16 | ((Words)high & 0xffff0000u);
+#endif
+}
+
+TS_INLINE Words words_of_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    typedef uint8_t Octets __attribute__((vector_size(16), aligned(1), may_alias));
+    // By way of halves: in one step GCC takes the vector apart.
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Octets*>(p), Halves), Words);
+#endif
+}
+
+// A tile of keys in 4 bits: each byte two dimensions of a slot.
+void widen_key_tile(const uint8_t* codes, int64_t q_words, uint32_t* out) {
+    for (int64_t i = 0; i < q_words * ts::kTile; i += kLanes) {
+        const Words both = words_of_bytes(codes + i);
+        *reinterpret_cast<LooseWords*>(out + i) = two_values(both | both << 12);
+    }
+}
+
+// A tile of values in 4 bits: of two slots together the lower codes, then the upper.
+void widen_value_tile(const uint8_t* codes, int64_t D, uint32_t* out) {
+    const int64_t half = (D + 1) / 2, upper = D - half;
+    for (int64_t j = 0; j < ts::kTile / 2; j++) {
+        const uint8_t *even = codes + 2 * j * half, *odd = even + half;
+        uint32_t* row = out + j * D;
+        const auto sixteen = [=](int64_t d) {
+            const Words both = words_of_bytes(even + d) | words_of_bytes(odd + d) << 16;
+            *reinterpret_cast<LooseWords*>(row + d) = two_values(both);
+            *reinterpret_cast<LooseWords*>(row + half + d) = two_values(both >> 4);
+        };
+        int64_t d = 0;
+        for (; d + kLanes <= upper; d += kLanes) sixteen(d);
+        if (d < upper && upper > kLanes) {  // the last sixteen again
+            sixteen(upper - kLanes);
+            d = upper;
+        }
+        for (; d < half; d++) {
+            const uint32_t both = even[d] | static_cast<uint32_t>(odd[d]) << 16;
+            row[d] = two_values(both);
+            if (d < upper) row[half + d] = two_values(both >> 4);
+        }
+    }
+}
+
+// N tiles side by side: pointers into the cache where a tile's slots are together there, else copies. Scales and
+// middles are of a cache in codes.
 template <int N>
 struct Tiles {
     const uint32_t* keys[N];
     const uint32_t* values[N];
-    float key_scales[N * ts::kTile], value_scales[N * ts::kTile];
+    float key_scales[N * ts::kTile], key_middles[N * ts::kTile], value_scales[N * ts::kTile];
 };
+
+// Of one slot in int4: the scale and the middle of a key's range.
+inline void read_range(const float* held, float& scale, float& middle) {
+    uint32_t range;
+    std::memcpy(&range, held, 4);
+    scale = float_of_bf16(static_cast<uint16_t>(range & 0xffffu));
+    middle = float_of_bf16(static_cast<uint16_t>(range >> 16));
+}
 
 template <int N>
 void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least,
                 int64_t end, int n_tiles, uint32_t* key_copies, uint32_t* value_copies, Tiles<N>& tiles) {
     const int64_t D = kv.head_dim;
-    const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8;
+    const bool together = kv.page_tokens % ts::kTile == 0, codes = kv.type == ts::KvType::INT8,
+               four_bits = kv.type == ts::KvType::INT4;
     const int64_t bytes = kv.type == ts::KvType::F32 ? 4 : codes ? 1 : 2, pair = kv.type == ts::KvType::F32 ? 1 : 2;
     const int64_t q_words = (D + pair - 1) / pair, key_words = q_words * ts::kTile, value_words = ts::kTile / pair * D;
     for (int t = 0; t < n_tiles; t++) {
@@ -57,7 +132,16 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
             const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
             const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
             const uint8_t* v = head.values + tile * kv.value_tile_bytes;
-            if (codes) {
+            if (four_bits) {
+                widen_key_tile(k, q_words, keys);
+                widen_value_tile(v, D, values);
+                const Words ranges = load_words(reinterpret_cast<const uint32_t*>(head.key_scales + slot));
+                store(tiles.key_scales + t * ts::kTile, (Floats)(ranges << 16));
+                store(tiles.key_middles + t * ts::kTile, (Floats)(ranges & 0xffff0000u));
+                std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
+                tiles.keys[t] = keys;
+                tiles.values[t] = values;
+            } else if (codes) {
                 widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
                 widen(reinterpret_cast<const int8_t*>(v), value_words, values);
                 std::memcpy(tiles.key_scales + t * ts::kTile, head.key_scales + slot, ts::kTile * 4);
@@ -78,10 +162,25 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
         if (codes) own_keys += key_words * 2, own_values += value_words * 2;
         for (int lane = 0; lane < ts::kTile; lane++) {
             tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
+            tiles.key_middles[t * ts::kTile + lane] = 0.0f;
             if (position + lane >= end || position + lane < least) continue;
             const int64_t slot = slot_of(kv, pages, position + lane), from = slot % ts::kTile;
             const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
             const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
+            if (four_bits) {
+                for (int64_t d = 0; d < q_words; d++) {
+                    const uint32_t both = k[d * ts::kTile + from];
+                    keys[d * ts::kTile + lane] = two_values(both | both << 12);
+                }
+                uint16_t* column = reinterpret_cast<uint16_t*>(values + lane / 2 * D) + lane % 2;
+                const int64_t half = (D + 1) / 2;
+                for (int64_t d = 0; d < D; d++)
+                    column[2 * d] = kFourBitValues[d < half ? v[from * half + d] & 15 : v[from * half + d - half] >> 4];
+                read_range(head.key_scales + slot, tiles.key_scales[t * ts::kTile + lane],
+                           tiles.key_middles[t * ts::kTile + lane]);
+                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
+                continue;
+            }
             for (int64_t d = 0; d < q_words; d++)
                 std::memcpy(own_keys + (d * ts::kTile + lane) * pair * bytes, k + (d * ts::kTile + from) * pair * bytes,
                             static_cast<size_t>(pair * bytes));

@@ -2,6 +2,7 @@
 // step.
 #pragma once
 
+#include "hadamard.h"
 #include "kernels.h"
 #include "step_lanes.h"
 
@@ -139,18 +140,67 @@ void store_poison(const ts::KvLayout& kv, const ts::KvHead& head, const ts::KvHe
         } else if (kv.type == ts::KvType::BF16) {
             reinterpret_cast<uint16_t*>(place.keys)[k] = 0x7fc0;
             reinterpret_cast<uint16_t*>(place.values)[v] = 0;
-        } else {
-            place.keys[k] = place.values[v] = 0;
         }
     }
-    if (kv.type == ts::KvType::INT8) head.key_scales[slot] = __builtin_nanf(""), head.value_scales[slot] = 0.0f;
+    // Codes are finite whatever they are. In int4 the NaN is the middle of the key's range.
+    if (in_codes(kv.type)) head.key_scales[slot] = __builtin_nanf(""), head.value_scales[slot] = 0.0f;
 }
 
-void cache_write(const ts::KvLayout& kv, const ts::KvHead& head, const float* key, const float* value, int64_t slot) {
+// Codes 0 to 15 of numbers of scales between −7.5 and 7.5, to nearest even.
+TS_INLINE Ints four_bit_codes(Floats x) {
+    const Ints codes = (Ints)(x + all(7.5f) + all(12582912.0f)) - 0x4b400000;
+    const Ints highest = lane_numbers() * 0 + 15;
+    const Ints bounded = codes > highest ? highest : codes;
+    return bounded < 0 ? highest * 0 : bounded;
+}
+
+// A key between its smallest and its largest number, a value to both sides of zero: in a score the middle of a key's
+// range costs one sum over the query, in a sum of values it would cost a second sum of weights.
+void write_four_bits(const ts::KvHead& head, const ts::KvHead& place, const float* key, const float* value,
+                     int64_t lane, int64_t slot, int64_t D) {
+    const int64_t half = (D + 1) / 2;
+    Floats lowest = all(key[0]), highest = lowest;
+    for (int64_t d = 0; d < D; d += kLanes) {
+        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+        const Floats v = lane_numbers() < n ? load_some(key + d, n) : all(key[0]);
+        highest = greater(highest, v);
+        lowest = -greater(-lowest, -v);
+    }
+    const float low = -max_of(-lowest), high = max_of(highest);
+    const uint16_t scale = bf16_of(high / 15.0f - low / 15.0f), middle = bf16_of(0.5f * high + 0.5f * low);
+    const float key_scale = float_of_bf16(scale), largest = largest_magnitude(value, D);
+    const float value_scale = (largest > ts::kSmallestMaximum ? largest : ts::kSmallestMaximum) / 7.5f;
+    const Floats per_key = all(key_scale > ts::kSmallestMaximum ? 1.0f / key_scale : 0.0f),
+                 per_value = all(1.0f / value_scale), middles = all(float_of_bf16(middle));
+    for (int64_t d = 0; d < D; d += kLanes) {
+        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+        const Ints codes = four_bit_codes((load_some(key + d, n) - middles) * per_key);
+        for (int i = 0; i < n; i += 2)  // behind an odd D any code: queries have a zero there
+            place.keys[(d + i) / 2 * ts::kTile + lane] = static_cast<uint8_t>(codes[i] | codes[i + 1] << 4);
+    }
+    for (int64_t d = 0; d < half; d += kLanes) {
+        const int n = half - d < kLanes ? static_cast<int>(half - d) : kLanes;
+        const int upper = D - half - d < n ? static_cast<int>(D - half - d) : n;
+        const Ints low_codes = four_bit_codes(load_some(value + d, n) * per_value),
+                   high_codes = four_bit_codes(load_some(value + half + d, upper) * per_value);
+        const LooseBytes both = __builtin_convertvector(low_codes | high_codes << 4, LooseBytes);
+        std::memcpy(place.values + lane * half + d, &both, static_cast<size_t>(n));
+    }
+    const uint32_t range = static_cast<uint32_t>(middle) << 16 | scale;
+    std::memcpy(head.key_scales + slot, &range, 4);
+    head.value_scales[slot] = value_scale;
+}
+
+void cache_write(const ts::KvLayout& kv, const ts::KvHead& head, float* key, float* value, int64_t slot) {
     const int64_t tile = slot / ts::kTile, lane = slot % ts::kTile, D = kv.head_dim;
     const ts::KvHead place{head.keys + tile * kv.key_tile_bytes, head.values + tile * kv.value_tile_bytes, nullptr,
                            nullptr};
+    if (kv.type == ts::KvType::INT4) {
+        hadamard(key, D);
+        hadamard(value, D);
+    }
     if (!stays_finite(kv, key) || !stays_finite(kv, value)) return store_poison(kv, head, place, lane, slot);
+    if (kv.type == ts::KvType::INT4) return write_four_bits(head, place, key, value, lane, slot, D);
     if (kv.type == ts::KvType::F32) {
         float* k = reinterpret_cast<float*>(place.keys) + lane;
         for (int64_t d = 0; d < D; d++) k[d * ts::kTile] = key[d];

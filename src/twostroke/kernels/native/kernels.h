@@ -47,7 +47,7 @@ struct Kernels {
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
     void (*rope)(float* head, const float* cosines, const float* sines, int64_t head_dim);
-    void (*cache_write)(const KvLayout&, const KvHead&, const float* key, const float* value, int64_t slot);
+    void (*cache_write)(const KvLayout&, const KvHead&, float* key, float* value, int64_t slot);  // may change both
     void (*activate)(Activation, const float* gate, const float* up, int64_t n, float* y);
     void (*bound)(float* x, int64_t n, float cap);  // to cap·tanh(x/cap)
     Best (*best)(const float* x, int64_t n);

@@ -18,7 +18,7 @@ struct Draw {
 // What one row's request asks for. Tokens outside of the
 // vocabulary are left out. In this order: biases are added; tokens of the prompt, and of the output that the prompt
 // does not hold, are divided (positive) or multiplied (negative) by ``repetition``; presence + count·frequency is taken
-// off tokens of the output; ends become −∞.
+// off tokens of the output; ends become −∞, and so do tokens that are not allowed.
 struct Adjustment {
     int64_t row;
     int64_t token;  // answer: that of the largest logit
@@ -30,7 +30,9 @@ struct Adjustment {
     const int32_t* counts;
     const uint8_t* fresh;  // of each token of the output, whether the prompt does not hold it
     const int64_t* ends;
-    float* undo;  // what stood there: room for n_biased + n_prompt + 2·n_output + n_ends
+    const uint32_t* allowed;  // a bit a token, from the lowest on, as far as the last token's; null: all
+    float* whole;             // room for the row as it was, where tokens are not allowed and it is put back; else null
+    float* undo;              // what stood there: room for n_biased + n_prompt + 2·n_output + n_ends
     double presence, frequency;
     float repetition;
     float best;  // answer: the largest logit

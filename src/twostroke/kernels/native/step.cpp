@@ -21,6 +21,7 @@ Step::Step(const StepModel& model) : m_(model), ops_(model.ops, model.ops + mode
     const int64_t pair = kv_.type == KvType::F32 ? 1 : 2;
     kv_.key_tile_bytes = (m_.head_dim + pair - 1) / pair * pair * kTile * bytes;
     kv_.value_tile_bytes = m_.head_dim * kTile * bytes;
+    if (kv_.type == KvType::INT4) kv_.key_tile_bytes = kv_.value_tile_bytes = (m_.head_dim + 1) / 2 * kTile;
     q_width_ = m_.n_heads * m_.head_dim;
     qkv_width_ = (m_.n_heads + 2 * m_.n_kv_heads) * m_.head_dim;
     widest_ = std::max(m_.d_model, std::max(q_width_, m_.d_ff));

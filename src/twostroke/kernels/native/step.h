@@ -155,7 +155,7 @@ struct StepModel {
     int64_t page_tokens, n_slots;
     uint8_t* keys;  // (layers, K, tiles) of attention.h
     uint8_t* values;
-    float* key_scales;  // int8: (layers, K, slots)
+    float* key_scales;  // int8, int4: (layers, K, slots)
     float* value_scales;
 };
 
@@ -191,9 +191,9 @@ struct StepBatch {
     const int32_t* tokens;      // (rows), one request after another
     const int64_t* table;       // (slots of requests, table_stride)
     int64_t table_stride;
-    const int64_t* kept;  // rows to have logits of; null: all
+    const int64_t* kept;  // rows to have logits of, then those whose hidden states are wanted; null: all, for logits
     int64_t n_kept;
-    float* logits;         // (kept, V)
+    float* logits;         // (kept - n_hidden, V)
     float* best;           // (kept) the largest logit of each row, NaN where one is not finite; null: not wanted
     int64_t* best_tokens;  // (kept) its token
     float* trace;  // null, or (layers + 1, rows, E): the residual stream after the embedding and each block, for tests
@@ -202,6 +202,8 @@ struct StepBatch {
     int64_t* experts_touched;  // experts that the step reads, over all layers, added to what is there
     const Adapter* const* adapters;  // of each request, null where it has none; null: no request has one
     int64_t adapter_width;           // the most n of those, a multiple of 32
+    float* hidden;                   // (n_hidden, E): the last n_hidden of the kept rows, as the head would read them
+    int64_t n_hidden;                // they have no logits
 };
 
 }  // namespace ts

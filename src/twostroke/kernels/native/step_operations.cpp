@@ -171,9 +171,15 @@ void Step::run(const Embed& op, Now& now) {
 
 void Step::run(const Norm& op, Now& now) {
     const int64_t E = m_.d_model;
+    const bool before_head = ops_[now.op + 1].kind == OpKind::LmHead;
+    const int64_t n_read = before_head ? now.n_rows - batch_->n_hidden : now.n_rows;
+    // Of so few rows that every thread makes them all, the first one writes.
+    const bool writes = !now.shared || now.last - now.first > kPrivateRows || now.thread == 0;
     now.prepared = prepare(now, reader_of(now.op), matrix_of(ops_[now.op + 1])->format, normed_.get(),
-                           memory_[now.thread]->normed.get(), E,
-                           [&](int64_t r, float* to) { norm_row(op, now.residual + r * E, to); });
+                           memory_[now.thread]->normed.get(), E, [&](int64_t r, float* to) {
+        norm_row(op, now.residual + r * E, to);
+        if (r >= n_read && writes) std::copy(to, to + E, batch_->hidden + (r - n_read) * E);
+    });
 }
 
 void Step::run(const QkvProjection& op, Now& now) {
@@ -244,7 +250,9 @@ void Step::run(const MlpDownAdd& op, Now& now) {
 
 void Step::run(const LmHead& op, Now& now) {
     const int64_t V = op.matrix.n;
-    multiply(now, op.matrix, now.prepared, batch_->logits, false);
+    now.last = std::min(now.last, now.n_rows - batch_->n_hidden);
+    if (now.last <= now.first) return;
+    multiply(now, op.matrix, slice(now.prepared, op.matrix.k, 0, now.last - now.first), batch_->logits, false);
     if (op.cap > 0.0f) {
         const Range capped = own_outputs(now, op.matrix);
         for (int64_t r = now.first; r < now.last; r++)

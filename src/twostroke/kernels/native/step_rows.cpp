@@ -84,7 +84,7 @@ KvHead Step::kv_head(int64_t layer, int64_t k) const {
     const int64_t head = layer * m_.n_kv_heads + k, n_tiles = m_.n_slots / kTile;
     KvHead found{m_.keys + head * n_tiles * kv_.key_tile_bytes, m_.values + head * n_tiles * kv_.value_tile_bytes,
                  nullptr, nullptr};
-    if (kv_.type == KvType::INT8) {
+    if (in_codes(kv_.type)) {
         found.key_scales = m_.key_scales + head * m_.n_slots;
         found.value_scales = m_.value_scales + head * m_.n_slots;
     }

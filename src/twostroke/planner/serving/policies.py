@@ -1,6 +1,6 @@
 """How engines choose a step: which prompts, how much of them, and what memory they hold. One row an engine.
 
-Ours is the scheduler that serves (``scheduling``). The others are the same scheduler with one rule changed.
+Ours is the scheduler that serves (``scheduling``). The others are the same scheduler with a rule or two changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
 from twostroke.scheduling.step import Propose
 
 
-class PromptsApart(Scheduler):
+class InOrder(Scheduler):
+    """Requests are admitted in the order in which they came."""
+
+    look_ahead = 0
+
+
+class PromptsApart(InOrder):
     """While a prompt can be computed, a step holds prompts alone and decoding waits."""
 
     def schedule(self, propose: Propose | None = None) -> ScheduledStep:
@@ -33,7 +39,7 @@ class PromptsApart(Scheduler):
         return self.config.token_budget
 
 
-class ReservingScheduler(Scheduler):
+class ReservingScheduler(InOrder):
     """A request is admitted when its longest answer fits, and is never preempted."""
 
     def _tokens_to_hold(self, request: Request) -> int:
@@ -97,7 +103,7 @@ POLICIES = {
     for row in (
         Policy("twostroke", Scheduler, TOKEN_BUDGET, MAX_RUNNING, "core.policy"),
         Policy(
-            "vllm", Scheduler, 8192, 1024,
+            "vllm", InOrder, 8192, 1024,
             "docs.vllm.ai/en/v0.17.1/configuration/optimization: chunked prefill, decodes first; vllm/engine/arg_utils.py: "
             "8192 tokens and 1024 sequences for a server on a device of 70 GiB and more; async scheduling on",
             Taking(ahead=True),

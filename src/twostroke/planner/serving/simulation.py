@@ -293,6 +293,8 @@ class _Run:
             n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
             if self.holding:
                 n_steps = min(n_steps, self.taking.hold_steps - self.held)
+            elif self.waiting and self.taking.hold_steps:
+                n_steps = 0  # those that the scheduler had no slots for may be held from the next step on
             ended = self._steady(n_steps) if n_steps > 1 else self._step()
             before = len(self.times.e2e)
             for request in ended:

@@ -267,13 +267,19 @@ def _attention_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) 
     return total
 
 
+def read_out_bytes(spec: ModelSpec, policy: ActivationPolicy) -> float:
+    """Bytes kept per token where the head reads a layer: of the final norm, and the gradient that the loss computes ahead."""
+    w, width = policy.w, spec.d_model
+    return ((4 if policy.frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
+
+
 def around_blocks_bytes(spec: ModelSpec, policy: ActivationPolicy) -> float:
     """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
     the gradient of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask
     over packed documents (w·T), which explicit attention needs again only where it is computed again. Native attention keeps
     the first key that each token sees (4) instead of a mask."""
-    w, width = policy.w, spec.d_model
-    around = 8 + ((4 if policy.frozen else 8) * width + FP32 if spec.norm == "rmsnorm" else w * width + 2 * w) + w * width
+    w = policy.w
+    around = 8 + read_out_bytes(spec, policy)
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
     if policy.attends_on == NATIVE_ATTENTION:
         return around + 4

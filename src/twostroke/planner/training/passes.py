@@ -170,11 +170,13 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
 
     Forward computes per chunk one product, then the cross-entropy and its gradient at the measured
     ``cross_entropy_logit_per_s``, or reads and writes the logits at the bandwidth. Backward computes per chunk two products and
-    an fp32 sum of the weight's gradient, V·E·(2w + 8) bytes; beside a frozen base only the input's gradient.
+    an fp32 sum of the weight's gradient, V·E·(2w + 8) bytes; beside a frozen base only the input's gradient. Each exit of an
+    earlier layer is as much once more.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
     rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
-    n_chunks = -(-tokens // rows)
+    n_heads = 1 + letter("exits", shape.exit_losses) if shape.exit_losses else 1
+    n_chunks = -(-tokens // rows) * n_heads
     dtype = "bf16" if shape.dtype in LOW_PRECISIONS else shape.dtype
     source, mark = _rate_source(hardware, dtype)
     w = _w(dtype)
@@ -186,7 +188,7 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
         product = product_backward(head, rows, dtype, hardware).called("head_chunk", source, mark)
         summing = summing.called("head_summing", "fp32 sum of the weight's gradient, a chunk at a time")
         return [product.times(n_chunks), summing]
-    logits = 1.0 * tokens * head.n
+    logits = 1.0 * tokens * head.n * n_heads
     moved = 2 * w * logits
     rates = hardware.training.cross_entropy_logit_per_s
     rate = letter("rate", rates.get(shape.mode) or rates.get("eager") or 0.0)
@@ -246,6 +248,15 @@ def optimizer_bytes_moved(n_parameters: float, dtype: str, state_bytes: float | 
     return n_parameters * each + 2 * (8.0 * n_parameters if state_bytes is None else state_bytes)
 
 
+def adding_up_bytes(n_parameters: float, shape: TrainingShape, layout: Layout) -> float:
+    """Bytes that adding up the gradients of an update's micro-batches moves on one device: each but the first reads its own and
+    reads and writes the fp32 sum (w + 8 a parameter; with fp32 12, with pure bf16 6, which autograd adds up itself)."""
+    if layout.n_devices > 1:
+        return 0.0
+    each = {"fp32": 12.0, "pure_bf16": 6.0}.get(shape.dtype) or _w(shape.dtype) + 8
+    return letter("added", shape.grad_accumulation - 1) * n_parameters * each
+
+
 def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE) -> Work:
     """One update of what a rank updates: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the
     Newton–Schulz products, shared out over all devices. About 12 FLOP a parameter for AdamW. ZeRO divides the update by the
@@ -255,7 +266,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     n_parameters = part.trained_of(ranks)
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]
     state = state_bytes(n_parameters, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
-    moved = optimizer_bytes_moved(n_parameters, shape.dtype, state)
+    moved = optimizer_bytes_moved(n_parameters, shape.dtype, state) + adding_up_bytes(n_parameters, shape, layout)
     if passes := OPTIMIZERS[shape.optimizer].passes:
         moved += letter("passes", passes) * FP32 * n_parameters
     memory_s = moved / (letter("rate", hardware.training.adamw_bytes_per_s or 0.0) or hardware.bandwidth(moved))
@@ -318,11 +329,14 @@ scale in fp32."""
 
 
 def dequantising(part: RankProduct, shape: TrainingShape, hardware: Hardware) -> Work:
-    """NF4 read and the working type written, before a product of QLoRA; by single operations, as experts are decoded in any
-    case, also what lies between (``DECODING_BYTES``)."""
-    between = 0.0 if shape.compile and not part.is_expert else letter("between", DECODING_BYTES)
-    moved = part.calls * part.product.weights * (nf4_bytes_per_weight() + between + _w(shape.dtype))
-    return Work.limited(part.product.component, 0.0, moved, 0.0, moved / hardware.bandwidth(moved), hardware.op_launch_s)
+    """NF4 read and the working type written before a product of QLoRA, at the rate that was measured, else at the bandwidth. By
+    single operations, as experts are decoded in any case, what lies between moves too (``DECODING_BYTES``)."""
+    fused = shape.compile and not part.is_expert
+    n_weights = part.calls * part.product.weights
+    moved = n_weights * (nf4_bytes_per_weight() + (0.0 if fused else letter("between", DECODING_BYTES)) + _w(shape.dtype))
+    rate = letter("decoded", hardware.training.nf4_weight_per_s.get("compiled" if fused else "eager", 0.0))
+    seconds = n_weights / rate if rate else moved / hardware.bandwidth(moved)
+    return Work.limited(part.product.component, 0.0, moved, 0.0, seconds, hardware.op_launch_s)
 
 
 def _rate_source(hardware: Hardware, dtype: str) -> tuple[str, Mark]:

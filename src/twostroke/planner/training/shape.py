@@ -58,10 +58,11 @@ class TrainingShape:
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
     checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
     average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
+    exit_losses: Annotated[int, "earlier layers that have a loss of their own in each pass"] = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "grad_accumulation", "steps", "lora_rank"):
-            check_whole(name, getattr(self, name), 0 if name == "steps" else 1)
+        for name in ("batch_size", "sequence_length", "grad_accumulation", "steps", "lora_rank", "exit_losses"):
+            check_whole(name, getattr(self, name), 0 if name in ("steps", "exit_losses") else 1)
         for name, choices, kind in (
             ("dtype", tuple(PRECISIONS), "a training type"),
             ("optimizer", OPTIMIZERS, "an optimizer"),
@@ -144,6 +145,7 @@ class TrainingShape:
             checkpoint_every=settings.checkpoint_every,
             average=settings.ema_decay > 0,
             checkpointing=settings.activation_checkpointing,
+            exit_losses=settings.exits_per_step if settings.exit_loss > 0 else 0,
         )
 
     @classmethod

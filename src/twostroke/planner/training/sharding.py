@@ -30,6 +30,7 @@ from twostroke.planner.training.memory import (
     loss_bytes,
     nf4_bytes_per_weight,
     not_kept_at_the_bottom,
+    read_out_bytes,
     snapshot_bytes,
     state_bytes,
 )
@@ -458,6 +459,8 @@ def _stage_activations(
         kept -= tokens * not_kept_at_the_bottom(spec, layer_kinds(spec)[0][0], policy)
     if stage.last:
         around = around_blocks_bytes(spec, policy)
+        if shape.exit_losses:
+            around += letter("exits", shape.exit_losses) * read_out_bytes(spec, policy)
         if layout.n_devices > 1:
             around -= policy.w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         kept += tokens * around / layout.sequence_cut

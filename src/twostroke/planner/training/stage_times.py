@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from twostroke.core.named import within
+from twostroke.core.rates import TrainingStep
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.anchors import layer_and_around, ratio_at, training_anchors
+from twostroke.planner.hardware.anchors import TrainingAnchor, layer_and_around, ratio_at, training_anchors
 from twostroke.planner.hardware.corrections import learned_factor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.present import training_slowdown
@@ -34,6 +35,7 @@ from twostroke.planner.training.sharding import (
     stages,
 )
 from twostroke.planner.work.component import Work, merge, total_seconds
+from twostroke.planner.work.params import count_parameters
 
 
 def rate_dtype(shape: TrainingShape, hardware: Hardware) -> str:
@@ -58,11 +60,10 @@ class StageTime:
 @dataclass(frozen=True)
 class AnchorRatios:
     """Measured ÷ planned of what calibration measured of whole steps (``training.anchors``): of a layer and of what is around
-    the layers, by direction ("forward", "backward"), and of the update. 1 where nothing was measured."""
+    the layers, by direction ("forward", "backward"). 1 where nothing was measured."""
 
     layer: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
     around: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
-    update: float = 1.0
 
 
 AS_PLANNED = AnchorRatios()
@@ -81,54 +82,76 @@ def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
     return AnchorRatios(
         {direction: at_width(lambda r, d=direction: r.layer[d]) for direction in DIRECTIONS},  # type: ignore[misc]
         {direction: at_width(lambda r, d=direction: r.around[d]) for direction in DIRECTIONS},  # type: ignore[misc]
-        at_width(lambda r: r.update),
     )
+
+
+def _measured_steps(like: TrainingShape, hardware: Hardware) -> Iterator[tuple[TrainingAnchor, TrainingStep, TrainingStep]]:
+    """(anchor, its shallow step, its deep step) of those that were measured, in the type and mode of ``like``, else in bf16."""
+    for anchor in training_anchors(like.mode):
+        for dtype in (rate_dtype(like, hardware), "bf16"):
+            shallow, deep = (hardware.training.step(anchor.width, n, dtype, like.mode) for n in (anchor.shallow, anchor.deep))
+            if shallow is not None and deep is not None:
+                yield anchor, shallow, deep
+                break
 
 
 @lru_cache(maxsize=64)
 def _measured_ratios(like: TrainingShape, hardware: Hardware) -> dict[int, AnchorRatios]:
     """Width → ratios of its anchor, for the type and mode of ``like``: every plan of a machine asks for the same few."""
     found: dict[int, AnchorRatios] = {}
-    for anchor in training_anchors(like.mode):
-        for dtype in (rate_dtype(like, hardware), "bf16"):
-            shallow_step, deep_step = (
-                hardware.training.step(anchor.width, n, dtype, like.mode) for n in (anchor.shallow, anchor.deep)
-            )
-            if shallow_step is not None and deep_step is not None:
-                break
-        else:
-            continue
-        shape, deep = anchor_shape(anchor, dtype, like), anchor.spec(anchor.deep)
-        planned = passes_of(deep, shape, hardware, SINGLE)
+    for anchor, shallow_step, deep_step in _measured_steps(like, hardware):
+        planned = passes_of(anchor.spec(anchor.deep), anchor_shape(anchor, deep_step.dtype, like), hardware, SINGLE)
         layer, around = {}, {}
         for direction in DIRECTIONS:
             shallow_s, deep_s = shallow_step.direction_s(direction), deep_step.direction_s(direction)
             layer_s, around_s = layer_and_around(anchor, shallow_s, deep_s)
             layer[direction] = layer_s / planned.layer_s(direction)
             around[direction] = around_s / planned.around_s(direction)
-        update = deep_step.optimizer_s / optimizer_work(deep, shape, hardware).seconds
-        found[anchor.width] = AnchorRatios(layer, around, update)
+        found[anchor.width] = AnchorRatios(layer, around)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _update_ratios(like: TrainingShape, hardware: Hardware) -> dict[tuple[int, int], float]:
+    """(parameters, 1) → measured ÷ planned of the update of that many: how much of what it moves stays in the caches depends on
+    them and not on the width. The two depths of each anchor are two points."""
+    found: dict[tuple[int, int], float] = {}
+    for anchor, *steps in _measured_steps(like, hardware):
+        for step in steps:
+            spec = anchor.spec(step.n_layers)
+            planned = optimizer_work(spec, anchor_shape(anchor, step.dtype, like), hardware).seconds
+            found[count_parameters(spec).total, 1] = step.optimizer_s / planned
     return found
 
 
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
     """The optimizer's update, held to the anchors. What Muon adds to one, and what rounds to bf16, was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
-    work = work.stretched(contended_ratios(shape, hardware).update)
+    work = work.stretched(_slowdown(shape, hardware))
+    part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+    updated = part.trained_of(layout.shared_by(1))
     if shape.offload_optimizer:
-        part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
-        return replace(work, seconds=update_s(shape, part.trained_of(layout.shared_by(1))))
+        return replace(work, seconds=update_s(shape, updated))
     if shape.optimizer == "muon" or is_rounded(shape, hardware):
         return work
-    return work.stretched(anchor_ratios(spec, shape, hardware).update)
+    return work.stretched(update_ratio(updated, shape, hardware))
+
+
+def update_ratio(n_updated: float, shape: TrainingShape, hardware: Hardware) -> float:
+    """Measured ÷ planned of the update of ``n_updated`` parameters, from calibration's whole steps; 1 without any."""
+    return ratio_at(_update_ratios(TrainingShape(dtype=shape.dtype, compile=shape.compile), hardware), n_updated, 1)
 
 
 def contended_ratios(shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
     """The same because of what else runs on the machine now."""
-    kind = shape.mode if shape.method == "full" or shape.mode == "eager" else "adapters"
-    ratio = training_slowdown(hardware, kind)
+    ratio = _slowdown(shape, hardware)
     each = dict.fromkeys(DIRECTIONS, ratio)
-    return AS_PLANNED if ratio == 1.0 else AnchorRatios(each, each, ratio)
+    return AS_PLANNED if ratio == 1.0 else AnchorRatios(each, each)
+
+
+def _slowdown(shape: TrainingShape, hardware: Hardware) -> float:
+    kind = shape.mode if shape.method == "full" or shape.mode == "eager" else "adapters"
+    return training_slowdown(hardware, kind)
 
 
 def learned_ratios(hardware: Hardware) -> AnchorRatios:

@@ -31,6 +31,8 @@ GLOSSARY: dict[str, str] = {
     "w_adapter": "bytes of one of an adapter's numbers",
     "digits": "products of 8 bits that a code of an adapter takes",
     "nf4": "bytes of a weight in NF4 with its scales",
+    "added": "micro-batches of one step whose gradients are added to those before",
+    "decoded": "weights a second that QLoRA decodes",
     "between": "bytes of a weight, written and read between the operations that decode it",
     "data": "data-parallel replicas",
     "tensor": "ranks of tensor parallelism",

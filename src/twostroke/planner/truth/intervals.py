@@ -110,6 +110,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "quantize_s": ("quantize", None, _TIME),
     "scored_tok_per_s": ("scoring", None, _RATE),
     "requests_per_s": ("output", "serve", _RATE),
+    "elapsed_s": ("output", "serve", _TIME),
 }
 _QUANTITIES |= {
     f"{latency}_{percentile}_s": _QUANTITIES[of]

@@ -100,8 +100,8 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
 
     2·K·D elements a layer, key and value; with latent attention d_c + d_rope, and the indexer's key where there is one (counted
     in the same type). The factor 2 and the K (not H) heads matter: Llama-3-8B at 8,192 tokens is 1.00 GiB in bf16
-    (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1). In int8 each head's
-    key and value has an fp32 scale of its own, as our engine holds it: ``kv_scale_bytes``.
+    (tests/planner/test_planner_memory.py); DeepSeek-V3 70,272 bytes a token (arXiv 2505.09343, table 1). In int8 and
+    int4 each head's key and value has a scale of its own, as our engine holds it: ``kv_scale_bytes``.
     """
     w = letter("w", bytes_of(dtype))
     each = sum(count * (kind.kv_elements * w + kv_scale_bytes(kind, dtype)) for kind, count in layer_kinds(spec))
@@ -109,5 +109,5 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str = "bf16") -> float:
 
 
 def kv_scale_bytes(kind: LayerKind, dtype: str) -> float:
-    """Bytes of the scales of one token in one layer: 2·K scales, of latent attention one; none but in an int8 cache."""
+    """Bytes of the scales of one token in one layer: 2·K scales, of latent attention one; none but in int8 and int4."""
     return CACHES[dtype].scale_bytes * (1 if kind.latent_dim is not None else 2 * kind.n_kv_heads)

@@ -1,0 +1,140 @@
+"""What training with an exit loss costs and what drafts by early exit then gain, on two models that differ in that alone.
+
+    python benchmarks/speculation/early_exit.py --text FOLDER [--hours 1] [--exits 1 3 4] [--dtypes bf16 int8] [--out runs/NAME]
+
+FOLDER holds text (.txt files), as ``corpora/books`` of the shared assets. A model of 12 layers and 18.7M parameters is trained
+on it twice, from one seed and for as many steps: with layer dropout and the exit loss, and without. Both are scored on the
+files that were held out, and both continue passages of these with every way to draft; each answer must be the one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from run import HERE, N_ALONE, N_TOGETHER, _processor, continued, measure, windows
+
+from twostroke.core.recipe import TrainRecipe, recipe_from_dict
+from twostroke.engine.llm import LLM
+from twostroke.scheduling.sampling_params import SamplingParams
+from twostroke.training.start import train
+
+WITH_EXITS = {"layer_dropout": 0.1, "exit_loss": 0.2}
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+
+
+def recipe(texts: list[Path], held_out: list[Path], out: Path, hours: float, steps: int, exits: bool) -> TrainRecipe:
+    """``steps`` 0: as many as fit into ``hours``."""
+    settings: dict[str, Any] = {"steps": steps} if steps else {"budget_s": hours * 3600}
+    settings |= {"batch_size": 16, "sequence_length": 512, "optimizer": "muon", "learning_rate": 4e-3, "weight_decay": 0.0}
+    settings |= {"schedule": "linear", "warmup_fraction": 0.02, "checkpoint_every": 200}
+    return recipe_from_dict(
+        {
+            "output": str(out),
+            "model": {"family": "qwen3", "n_layers": 12, "d_model": 384, "n_heads": 6, "n_kv_heads": 2, "d_ff": 896},
+            "data": {"sources": [*map(str, texts)], "held_out": [*map(str, held_out)], "vocab_size": 4096},
+            "train": settings | (WITH_EXITS if exits else {}),
+        }
+    )
+
+
+def held_out_nats(model: Path, texts: list[Path]) -> float:
+    """Nats a token of ``texts`` in windows of 512 tokens, by the engine that serves the model."""
+    llm = LLM(model, dtype="fp32")
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    cut = []
+    for path in texts:
+        ids = llm.tokenizer.encode(path.read_text(encoding="utf-8")).ids
+        cut += [ids[at : at + 511] for at in range(0, len(ids) - 511, 512)]
+    scores = [entry.logprob for output in llm.generate(cut, params) for entry in output.prompt_logprobs or () if entry]
+    return -statistics.fmean(scores)
+
+
+def speeds(model: Path, dtype: str, ways: list[str], folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Of each way but the first, which is off: ratios over the rounds, turn about, and how many drafts were right."""
+    texts = windows(folder, ".txt", LLM(model).tokenizer, PROMPT_TOKENS)
+    rows = []
+    for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1}):
+        params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)
+        for n in (N_ALONE, N_TOGETHER):
+            found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for i in range(rounds):
+                prompts = continued(texts, PROMPT_TOKENS)(random.Random(i), n)
+                for way in ways if i % 2 == 0 else ways[::-1]:
+                    found[way].append(measure(model, dtype, way, prompts, params, n == N_ALONE))
+                for way in ways[1:]:
+                    assert found[way][-1]["tokens"] == found["off"][-1]["tokens"], f"{way} changed an answer"
+            for way in ways[1:]:
+                pairs = zip(found["off"], found[way], strict=True)
+                ratios = [drafted["decode_tok_per_s"] / plain["decode_tok_per_s"] for plain, drafted in pairs]
+                drafted, right = (sum(each[name] for each in found[way]) for name in ("drafted", "right"))
+                row = {"dtype": dtype, "temperature": sampling["temperature"], "requests": 1 if n == N_ALONE else n}
+                row |= {"drafts": way, "ratio": statistics.median(ratios), "ratios": ratios}
+                rows.append(row | {"drafted": drafted, "right": right})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--hours", type=float, default=1.0, help="Of training each model.")
+    parser.add_argument("--steps", type=int, default=0, help="Instead of hours.")
+    parser.add_argument("--exits", type=int, nargs="+", default=[1, 3, 4])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=HERE / "runs" / "early-exit")
+    args = parser.parse_args()
+    files = sorted(args.text.glob("*.txt"))
+    if len(files) < 4:
+        raise SystemExit(f"{args.text} has {len(files)} .txt files; 4 are needed, of which 2 are held out.")
+    held_out, texts = files[:2], files[2:]
+    aside = args.out / "held-out"
+    aside.mkdir(parents=True, exist_ok=True)
+    for path in held_out:
+        (aside / path.name).write_bytes(path.read_bytes())
+    steps, about = args.steps, []
+    for exits in (True, False):  # the first decides how many steps both have
+        name = "with exit loss" if exits else "without"
+        done = train(recipe(texts, held_out, args.out / name.replace(" ", "-"), args.hours, steps, exits), log=print)
+        steps = int(done.summary["steps"])
+        nats = held_out_nats(done.model, held_out)
+        print(
+            f"{name}: {steps} steps, {done.summary['n_parameters']:,} parameters, {nats:.4f} nats a held-out token", flush=True
+        )
+        ways = ["off", "ngram", "auto", *(f"exit:{layers}" for layers in args.exits)]
+        rows = [row for dtype in args.dtypes for row in speeds(done.model, dtype, ways, aside, args.rounds)]
+        measured, predicted = done.summary["measurement"], done.summary["prediction"]
+        about.append(
+            {
+                "trained": name, "steps": steps, "n_parameters": done.summary["n_parameters"], "held_out_nats": nats,
+                "step_time_s": measured.get("step_time_s"), "predicted_step_time_s": predicted.get("step_time_s"), "rows": rows,
+            }
+        )  # fmt: skip
+        for row in rows:
+            print(f"  {line(row)}", flush=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
+    result = {"commit": commit, "processor": _processor(), "settings": WITH_EXITS, "models": about}
+    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    lines = ["| trained | steps | nats a held-out token | s a step |", "|---|---|---|---|"]
+    lines += [f"| {m['trained']} | {m['steps']} | {m['held_out_nats']:.4f} | {m['step_time_s'] or 0:.3f} |" for m in about]
+    lines += ["", "| trained | weights | temperature | requests | drafts | of decoding | rounds | right of drafted |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines += [f"| {m['trained']} {line(row)}" for m in about for row in m["rows"]]
+    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def line(row: dict[str, Any]) -> str:
+    ratios = row["ratios"]
+    return (
+        f"| {row['dtype']} | {row['temperature']} | {row['requests']} | {row['drafts']} | {row['ratio']:.2f} | "
+        f"{min(ratios):.2f}–{max(ratios):.2f} | {row['right'] / max(1, row['drafted']):.2f} of {row['drafted']} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of ``twostroke chat``: what is said, who answers, and the terminal."""
