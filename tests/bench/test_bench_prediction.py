@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
 from twostroke.bench.load import LoadSpec
 from twostroke.bench.prediction import MOST_SIMULATED, latency_quantiles, measured_values, predict_load, workload_of
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.rates import HttpRates
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
@@ -138,3 +140,16 @@ def test_http_is_in_each_step_and_before_the_first_token() -> None:
     assert served["concurrency"] == pytest.approx(4.0, rel=0.05)  # a request is in flight from being sent
     assert served["tpot_s"] == pytest.approx(engine["tpot_s"] + 1.4e-3, rel=0.3)
     assert served["decode_step_s"] < served["tpot_s"]
+
+
+def test_http_lengthens_only_steps_on_all_threads() -> None:
+    def added_s(crossovers: Crossovers) -> float:
+        found = []
+        for step_s in (0.0, 2e-4):
+            machine = native(http=HttpRates(1e-3, 0.0, 0.0, shared_step_s=step_s), crossovers=crossovers)
+            machine = replace(machine, native=replace(machine.native_rates, n_threads=2))
+            found.append(predict_load(small_llama(), load(users=1, n_requests=50), ServingShape("bf16"), machine))
+        return found[1]["decode_step_s"] - found[0]["decode_step_s"]
+
+    assert added_s(Crossovers(one_thread_max_flop=0.0)) == pytest.approx(2e-4)
+    assert added_s(Crossovers(one_thread_max_flop=1e15, one_thread_max_bytes=1e15)) == 0.0

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.calibration.http_rates import MANY_USERS, OUTPUT, PROMPT, REQUESTS, _handling_s
-from twostroke.planner.serving.http import FrontEnd
+from machines import native
+from twostroke.calibration.http_rates import (
+    CROWD,
+    FEW_USERS,
+    MANY_USERS,
+    OUTPUT,
+    PROMPT,
+    REQUESTS,
+    SHORT_OUTPUT,
+    _handling_s,
+    _sharing,
+)
+from twostroke.core.rates import HttpRates
+from twostroke.planner.serving.http import FrontEnd, step_sharing_s
 from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.workload import Workload
@@ -35,3 +47,24 @@ def test_first_tokens_are_as_late_with_what_was_found(handling_s: float) -> None
 def test_first_tokens_as_early_as_a_single_user_s_wait_for_nobody() -> None:
     assert _handling_s(2.2e-3, REQUEST_S, PREFILL_S, STEP) < 0.3e-3
     assert _handling_s(1.0, REQUEST_S, PREFILL_S, STEP) == pytest.approx(2e-3, rel=1e-2)
+
+
+LOADS = ((FEW_USERS, OUTPUT), (CROWD, OUTPUT), (CROWD, SHORT_OUTPUT))
+
+
+@pytest.mark.parametrize("parts", [(2e-4, 3e-5, 1e-3), (2e-4, 0.0, 0.0), (0.0, 3e-5, 0.0), (1e-5, 0.0, 2e-3), (0.0, 0.0, 0.0)])
+def test_what_http_takes_of_steps_is_taken_apart_as_plans_add_it_up(parts: tuple[float, float, float]) -> None:
+    step_s, answer_s, request_s = parts
+    machine = native(http=HttpRates(0, 0, 0, shared_step_s=step_s, shared_answer_s=answer_s, shared_request_s=request_s))
+    assert _sharing(*(step_sharing_s(machine, *load) for load in LOADS)) == pytest.approx(parts, abs=1e-12)
+
+
+@pytest.mark.parametrize("measured", [(-1e-5, 2e-4, 1e-4), (3e-4, 1e-4, 2e-4), (1e-4, -1e-5, -2e-5), (-1e-5, -1e-5, -1e-5)])
+def test_no_part_of_what_http_takes_is_below_0(measured: tuple[float, float, float]) -> None:
+    assert min(_sharing(*measured)) >= 0
+
+
+def test_a_crowd_s_steps_are_planned_as_long_as_measured_if_one_user_s_were_as_without_http() -> None:
+    step_s, answer_s, request_s = _sharing(-1e-5, 2e-4, 2e-4)
+    assert (step_s, request_s) == (0.0, 0.0)
+    assert CROWD * answer_s == pytest.approx(2e-4)

@@ -11,7 +11,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.rates import FirstUses, HttpRates, Process, SamplingRate, TextRates, WeightRates
 from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
 from twostroke.planner.serving.first_answer import as_first_answers
-from twostroke.planner.serving.http import http_front_end, starts_over_http, step_beside_http_s
+from twostroke.planner.serving.http import http_front_end, starts_over_http, step_beside_http_s, step_sharing_s
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape
@@ -65,6 +65,14 @@ def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
     assert step_beside_http_s(hardware, 4) == pytest.approx(1.4e-4)
     assert http_front_end(native()) is None
     assert step_beside_http_s(native(), 4) == 0.0
+
+
+def test_http_takes_of_a_step_on_all_threads_by_step_answer_and_others_requests() -> None:
+    hardware = native(http=HttpRates(0.0, 0.0, 0.0, shared_step_s=2e-4, shared_answer_s=3e-5, shared_request_s=1e-3))
+    assert step_sharing_s(hardware, 1, 50) == pytest.approx(2.3e-4)  # nobody else asks
+    assert step_sharing_s(hardware, 11, 50) == pytest.approx(2e-4 + 3.3e-4 + 2e-4)
+    assert step_sharing_s(hardware, 11, 1) > step_sharing_s(hardware, 11, 50)
+    assert step_sharing_s(native(), 11, 50) == 0.0
 
 
 def test_handling_a_request_takes_no_longer_than_all_of_what_comes_before_a_first_token() -> None:

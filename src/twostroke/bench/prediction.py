@@ -13,7 +13,7 @@ from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import bill
-from twostroke.planner.serving.http import http_front_end, idle_s, step_sharing_s
+from twostroke.planner.serving.http import http_front_end, idle_s
 from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
@@ -54,7 +54,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     found = server.serve(workload)
     users = max(1, round(found.concurrency))
     plan = _plan(spec, load, shape, users, hardware)
-    step_s = plan.tpot_s + (step_sharing_s(hardware, users) if server.shares_processors(users) else 0.0)
+    step_s = plan.tpot_s + server.sharing_s(users)
     prefill_s = plan.ttft_s + idle_s(hardware)
     values = {
         "concurrency": found.concurrency,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from twostroke.calibration.timing import Clock
 from twostroke.calibration.transformer import straight_line
 from twostroke.core.rates import HttpRates
 from twostroke.planner.hardware.anchors import anchor_spec
-from twostroke.planner.serving.http import FrontEnd
+from twostroke.planner.serving.http import FrontEnd, requests_beside_a_step
 from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.strategy import Chunk
@@ -36,6 +37,9 @@ TINY, WIDER, VOCABULARY = (128, 1), (256, 8), 8192
 CROWD = 16
 """Users of the wider model: so many that what HTTP takes of its steps is more than what a step differs by from second to
 second."""
+
+SHORT_OUTPUT = 12
+"""Tokens of an answer in a load of the same crowd in which requests come more often."""
 
 SCHEME = "bf16"
 TIMEOUT_S = 60.0
@@ -66,13 +70,16 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     less the engine's own time, in ``rounds`` loads. The engine's steps are those that the server counted in the same load,
     because a machine's speed may change before another. Handling a request takes what makes first tokens at the larger number
     of users as late in a simulation of the load as they were. Steps on all threads share their processors with HTTP: a wider
-    model's steps are compared with the same steps without it. None if the server cannot run here."""
+    model's steps are compared with the same steps without it, of one user, of a crowd, and of a crowd whose answers are short.
+    None if the server cannot run here."""
     with tempfile.TemporaryDirectory(prefix="twostroke-http-") as folder:
         place = Path(folder)
         tiny, wider = (_Served(clock, place, *size) for size in (TINY, WIDER))
         try:
             few, many = ([tiny.load(n) for _ in range(rounds)] for n in (FEW_USERS, MANY_USERS))
-            crowd = [wider.load(CROWD, torch.get_num_threads()) for _ in range(rounds)]
+            threads = torch.get_num_threads()
+            loads = ((FEW_USERS, OUTPUT), (CROWD, OUTPUT), (CROWD, SHORT_OUTPUT))
+            beside = [[wider.load(n, threads, output) for _ in range(rounds)] for n, output in loads]
         except (OSError, ValueError, KeyError, subprocess.SubprocessError):
             return None
         prefill_s = tiny.prefill_s
@@ -80,6 +87,7 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
     request_s = max(0.0, median(one.ttft_s for one in few) - prefill_s)
     tpot_s = straight_line(FEW_USERS, MANY_USERS, *(median(one.tpot_s for one in rounds) for rounds in (few, many)))
+    sharing = _sharing(*(median(one.decode_step_s - one.alone_s for one in rounds) for rounds in beside))
     return HttpRates(
         request_s,
         max(0.0, step_s),
@@ -87,9 +95,31 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
         start_s=min(one.startup_s for one in (*few, *many)),
         handling_s=_handling_s(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s),
         idle_s=max(0.0, median(one.prefill_s for one in (*few, *many)) - prefill_s),
-        shared_answer_s=max(0.0, median(one.decode_step_s - one.alone_s for one in crowd) / CROWD),
+        shared_answer_s=sharing.answer_s,
+        shared_step_s=sharing.step_s,
+        shared_request_s=sharing.request_s,
         late_shares=tuple(median(one) for one in zip(*(load.late_shares for load in few), strict=True)),
     )
+
+
+class _Sharing(NamedTuple):
+    """What HTTP takes of steps on all threads: of each, for each answer in it, for each request handled meanwhile."""
+
+    step_s: float
+    answer_s: float
+    request_s: float
+
+
+def _sharing(alone_s: float, crowd_s: float, short_s: float) -> _Sharing:
+    """From what a step takes longer beside HTTP with one user, with ``CROWD``, and with as many whose answers are short. Only
+    the requests differ between the last two, and nobody asks during a step of one user. With the result
+    ``planner.serving.http.step_sharing_s`` gives the three back, as far as no part would be below 0."""
+    often, seldom = (requests_beside_a_step(CROWD, output) for output in (SHORT_OUTPUT, OUTPUT))
+    request_s = max(0.0, (short_s - crowd_s) / (often - seldom))
+    crowd_s = max(0.0, crowd_s - seldom * request_s)
+    slope_s = (crowd_s - alone_s) / (CROWD - FEW_USERS)
+    step_s = max(0.0, min(alone_s, alone_s - FEW_USERS * slope_s))
+    return _Sharing(step_s, max(0.0, crowd_s - step_s) / CROWD, request_s)
 
 
 def _handling_s(ttft_s: float, request_s: float, prefill_s: float, step: tuple[float, float]) -> float:
@@ -118,14 +148,16 @@ class _Served:
         write_tokenizer(self._directory, VOCABULARY)
         self.prefill_s = prefill_step_s(clock, self._engine, self._prompts, PROMPT)
 
-    def load(self, users: int, n_threads: int | None = None) -> _Load:
-        """A closed loop of ``users`` on a server of its own, with ``n_threads`` (None: as the engine chooses). Raises OSError,
-        ValueError, KeyError or SubprocessError if the server cannot run, or answers nothing."""
+    def load(self, users: int, n_threads: int | None = None, output: int = OUTPUT) -> _Load:
+        """A closed loop of ``users`` on a server of its own, with ``n_threads`` (None: as the engine chooses) and answers of
+        ``output`` tokens. Raises OSError, ValueError, KeyError or SubprocessError if the server cannot run, or answers
+        nothing."""
         alone_s = 0.0
         if n_threads is not None:
             self._engine.settings = replace(self._engine.settings, n_threads=n_threads)
-            alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, PROMPT + OUTPUT // 2)
-        lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--requests", str(REQUESTS)]
+            alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, PROMPT + output // 2)
+        lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(output)]
+        lengths += ["--requests", str(REQUESTS * OUTPUT // output)]
         command = [sys.executable, "-P", "-m", "twostroke", "bench", "serve", str(self._directory), "--json", *lengths]
         command += ["--users", str(users), "--dtype", SCHEME]
         command += [] if n_threads is None else ["--threads", str(n_threads)]

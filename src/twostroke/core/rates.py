@@ -244,8 +244,9 @@ class HttpRates:
     """What HTTP adds to the engine: seconds of a request before its first token where no other is under way, of a step, and of
     each answer in it. Requests that come together are handled one after another, ``handling_s`` each. A prompt takes ``idle_s``
     longer if the engine had nothing to do before. A server of a tiny model is ready ``start_s`` after its command; None: not
-    measured. A step on all threads takes ``shared_answer_s`` longer itself for each answer in it, because HTTP runs on its
-    processors. At 90, 95 and 99% of the gaps a token comes later than most by ``late_shares`` of a step."""
+    measured. A step on all threads takes longer itself, because HTTP runs on its processors: ``shared_step_s``,
+    ``shared_answer_s`` for each answer in it, and ``shared_request_s`` for each request that is handled meanwhile. At 90, 95
+    and 99% of the gaps a token comes later than most by ``late_shares`` of a step."""
 
     request_s: float
     step_s: float
@@ -254,6 +255,8 @@ class HttpRates:
     handling_s: float = 0.0
     idle_s: float = 0.0
     shared_answer_s: float = 0.0
+    shared_step_s: float = 0.0
+    shared_request_s: float = 0.0
     late_shares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 

@@ -37,11 +37,21 @@ def step_beside_http_s(hardware: Hardware, users: float) -> float:
     return 0.0 if rates is None else rates.step_s + users * rates.answer_s
 
 
-def step_sharing_s(hardware: Hardware, users: float) -> float:
-    """What a step of ``users`` answers on all threads takes longer itself, because HTTP has their processors for a while; 0
-    where calibration did not measure it."""
+def requests_beside_a_step(users: float, output_tokens: float) -> float:
+    """Requests that are handled during a step, on average: each of the others asks again after ``output_tokens`` steps. A user
+    alone asks while no step runs."""
+    return max(0.0, users - 1) / max(1.0, output_tokens)
+
+
+def step_sharing_s(hardware: Hardware, users: float, output_tokens: float) -> float:
+    """What a step of ``users`` answers of ``output_tokens`` on all threads takes longer itself, because HTTP has their
+    processors for a while: in each step, for each answer, and for requests that come meanwhile. 0 where calibration did not
+    measure it."""
     rates = hardware.http
-    return 0.0 if rates is None else users * rates.shared_answer_s
+    if rates is None:
+        return 0.0
+    requests_s = requests_beside_a_step(users, output_tokens) * rates.shared_request_s
+    return rates.shared_step_s + users * rates.shared_answer_s + requests_s
 
 
 def with_late_tokens(gaps: Distribution, hardware: Hardware) -> Distribution:

@@ -109,8 +109,13 @@ class Server:
 
     def _beside_s(self, decoding: int) -> float:
         """What HTTP adds to a step in which so many requests decode."""
-        sharing_s = step_sharing_s(self.plan.hardware, decoding) if self.shares_processors(decoding) else 0.0
-        return step_beside_http_s(self.plan.hardware, decoding) + sharing_s
+        return step_beside_http_s(self.plan.hardware, decoding) + self.sharing_s(decoding)
+
+    def sharing_s(self, decoding: int) -> float:
+        """What HTTP takes of a step's own processors, if it runs on all of them and requests decode in it."""
+        if not decoding or not self.shares_processors(decoding):
+            return 0.0
+        return step_sharing_s(self.plan.hardware, decoding, self.plan.shape.output_tokens)
 
     def lengths(self, spread: float) -> tuple[Lengths, Lengths]:
         """Of prompts and answers: the plan's, each from (1 − spread) to (1 + spread) times as long. Raises ConfigError."""
