@@ -56,19 +56,19 @@ LOADS = ((FEW_USERS, OUTPUT), (CROWD, OUTPUT), (CROWD, SHORT_OUTPUT))
 def test_what_http_takes_of_steps_is_taken_apart_as_plans_add_it_up(parts: tuple[float, float, float]) -> None:
     step_s, answer_s, request_s = parts
     machine = native(http=HttpRates(0, 0, 0, shared_step_s=step_s, shared_answer_s=answer_s, shared_request_s=request_s))
-    assert _sharing(*(step_sharing_s(machine, *load) for load in LOADS), 3e-3) == pytest.approx(parts, abs=1e-12)
+    assert _sharing(*(step_sharing_s(machine, *load) for load in LOADS), most_s=3e-3) == pytest.approx(parts, abs=1e-12)
 
 
 @pytest.mark.parametrize("measured", [(-1e-5, 2e-4, 1e-4), (3e-4, 1e-4, 2e-4), (1e-4, -1e-5, -2e-5), (-1e-5, -1e-5, -1e-5)])
 def test_no_part_of_what_http_takes_is_below_0(measured: tuple[float, float, float]) -> None:
-    assert min(_sharing(*measured, 1.0)) >= 0
+    assert min(_sharing(*measured, most_s=1.0)) >= 0
 
 
 def test_a_request_takes_no_more_of_steps_than_http_does_for_it() -> None:
-    assert _sharing(0.0, 0.0, 1.0, 2e-3).request_s == 2e-3
+    assert _sharing(0.0, 0.0, 1.0, most_s=2e-3).request_s == 2e-3
 
 
 def test_a_crowd_s_steps_are_planned_as_long_as_measured_if_one_user_s_were_as_without_http() -> None:
-    step_s, answer_s, request_s = _sharing(-1e-5, 2e-4, 2e-4, 1.0)
+    step_s, answer_s, request_s = _sharing(-1e-5, 2e-4, 2e-4, most_s=1.0)
     assert (step_s, request_s) == (0.0, 0.0)
     assert CROWD * answer_s == pytest.approx(2e-4)

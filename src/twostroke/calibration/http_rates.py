@@ -87,7 +87,8 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
     request_s = max(0.0, median(one.ttft_s for one in few) - prefill_s)
     tpot_s = straight_line(FEW_USERS, MANY_USERS, *(median(one.tpot_s for one in rounds) for rounds in (few, many)))
-    sharing = _sharing(*(median(one.decode_step_s - one.alone_s for one in rounds) for rounds in beside), request_s)
+    found = [median(one.decode_step_s - one.alone_s for one in rounds) for rounds in beside]
+    sharing = _sharing(*found, most_s=request_s)
     return HttpRates(
         request_s,
         max(0.0, step_s),
@@ -110,7 +111,7 @@ class _Sharing(NamedTuple):
     request_s: float
 
 
-def _sharing(alone_s: float, crowd_s: float, short_s: float, most_s: float) -> _Sharing:
+def _sharing(alone_s: float, crowd_s: float, short_s: float, *, most_s: float) -> _Sharing:
     """From what a step takes longer beside HTTP with one user, with ``CROWD``, and with as many whose answers are short. Only
     the requests differ between the last two, and nobody asks during a step of one user. With the result
     ``planner.serving.http.step_sharing_s`` gives the three back, as far as no part would be below 0, and
