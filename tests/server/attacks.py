@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -60,15 +61,21 @@ def is_closed(peer: socket.socket, within_s: float) -> bool:
     return False
 
 
-def answer_of(peer: socket.socket, within_s: float = 20.0) -> bytes:
-    """Everything up to the end of the connection or to a silence of half a second after the first byte."""
+def answer_of(peer: socket.socket, to_the_end: bool = False, within_s: float = 60.0) -> bytes:
+    """One answer, by the length that it announces, or ``to_the_end`` of the connection. No silence is taken for an end: a
+    machine that others use is silent for seconds in the middle of an answer."""
     data = b""
     peer.settimeout(within_s)
-    with contextlib.suppress(TimeoutError, ConnectionError):
-        while piece := peer.recv(65536):
+    with contextlib.suppress(ConnectionError):
+        while (to_the_end or not _is_whole(data)) and (piece := peer.recv(65536)):
             data += piece
-            peer.settimeout(0.5)
     return data
+
+
+def _is_whole(data: bytes) -> bool:
+    head, _, body = data.partition(b"\r\n\r\n")
+    announced = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+    return announced is not None and len(body) >= int(announced[1])
 
 
 def status_of(answer: bytes) -> int:

@@ -8,10 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
@@ -65,6 +68,21 @@ def echo_server(
             process.kill()
         process.wait()
         process.stdout.close()
+
+
+def metric(web: httpx.Client, name: str) -> float:
+    for line in web.get("/metrics").text.splitlines():
+        if line.startswith(name + " "):
+            return float(line.split()[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    """Wait for what is to come. The limit is a machine's that others use."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def named_events(text: str) -> list[dict[str, Any]]:

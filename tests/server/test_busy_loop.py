@@ -218,7 +218,7 @@ def test_an_endless_template_holds_up_nobody_for_long_and_the_server_stops(echo_
             time.sleep(0.5)
             assert served.stop(30) == 0
         with contextlib.suppress(psutil.NoSuchProcess):
-            helper.wait(10)
+            helper.wait(60)
         assert not helper.is_running()
 
 
@@ -231,7 +231,7 @@ def test_the_templates_process_ends_with_the_server(echo_model: Path, tmp_path: 
         served.process.send_signal(number)
         assert served.process.wait(30) == (0 if number == signal.SIGINT else -number)
         with contextlib.suppress(psutil.NoSuchProcess):
-            helper.wait(10)
+            helper.wait(60)
         assert not helper.is_running()
         assert "Traceback" not in served.stderr.read_text()
 

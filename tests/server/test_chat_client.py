@@ -45,7 +45,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, text: str, within_s: float = 20.0) -> str:
+    def until(self, text: str, within_s: float = 60.0) -> str:
         """What was printed since the last call, up to and with ``text``."""
         deadline = time.monotonic() + within_s
         while text.encode() not in self._seen:
@@ -117,7 +117,7 @@ def test_a_conversation_at_a_terminal(echo: Served, tmp_path: Path) -> None:
         terminal.until("nothing was said yet")
         terminal.until("> ")  # between two prompts Ctrl-D is the kernel's
         terminal.type("\x04")
-        assert terminal.process.wait(20) == 0
+        assert terminal.process.wait(60) == 0
     messages = json.loads(saved.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert [messages[i]["content"] for i in (0, 1, 2, 3)] == ["Be brief.", "the fox", "?@AB", "go on\nand on"]
@@ -132,11 +132,11 @@ def test_a_server_that_goes_in_the_middle_of_an_answer_ends_the_answer_alone(ech
             terminal.until("?@AB")
             served.process.kill()
             terminal.until("error: the server ended in the middle of its answer.")
-            served.process.wait(20)
+            served.process.wait(60)
             terminal.type("again\n")
             terminal.until("error: nothing answers at http://127.0.0.1:")
             terminal.type("/quit\n")
-            assert terminal.process.wait(20) == 0
+            assert terminal.process.wait(60) == 0
 
 
 def test_lines_of_a_pipe_are_one_conversation(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Served
+from serving import Served, until
 
 from browser import CONTRAST, FAULTS, SIZES, browser, pictures, shown
 from twostroke.server.metrics import Metrics
@@ -55,13 +54,6 @@ def ask(page: Any, text: str, **fields: object) -> None:
         page.locator(f"[data-field={name}]").fill(str(value))
     page.locator("#text").fill(text)
     page.locator("#text").press("Enter")
-
-
-def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def answers(page: Any, n: int) -> list[str]:

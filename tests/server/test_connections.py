@@ -180,13 +180,13 @@ def test_a_request_that_is_never_completed_is_closed(fast: Served) -> None:
         peer.sendall(half)
     for peer in peers:
         with peer:
-            assert is_closed(peer, within_s=10)
+            assert is_closed(peer, within_s=60)
 
 
 def test_a_second_request_that_is_never_completed_is_closed(fast: Served) -> None:
     with connect(fast.url) as peer:
         peer.sendall(post(BODY) + HALVES[1])
-        assert is_closed(peer, within_s=10)
+        assert is_closed(peer, within_s=60)
 
 
 def pieces_taken(peer: socket.socket, piece: bytes, n: int, pause_s: float = 0.0) -> int:
@@ -222,7 +222,7 @@ def test_an_answer_of_a_kept_connection_is_followed_by_the_next(fast: Served) ->
             time.sleep(0.3)
 
 
-def wait_until_active(web: httpx.Client, n: int, within_s: float = 20.0) -> None:
+def wait_until_active(web: httpx.Client, n: int, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while f"twostroke_http_requests_active {float(n)}" not in web.get("/metrics").text:
         assert time.monotonic() < deadline
@@ -237,7 +237,7 @@ def test_an_answer_nobody_reads_keeps_its_place_until_it_is_cut_off(fast: Served
         peer.sendall(post(UNREAD))
         wait_until_active(web, 8)
         wait_until_active(web, 0)
-        assert is_closed(peer, within_s=20)
+        assert is_closed(peer, within_s=60)
 
 
 def test_an_answer_that_is_read_slowly_is_whole(fast: Served) -> None:
@@ -271,7 +271,7 @@ def test_unread_answers_take_bounded_memory_and_do_not_hold_up_the_end(
         # The budget, the sockets' buffers, what an allocator keeps of the raw scores of ten requests.
         assert process.memory_info().rss - before < 200 * 2**20
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(20) == 0  # the grace is 90 s
+        assert served.process.wait(60) == 0  # the grace is 90 s
 
 
 def few_files() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from typing import Any
 
 import echo_engine
@@ -12,12 +11,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from serving import Served
+from serving import Served, metric, until
 
 
-def active(web: httpx.Client) -> float:
-    lines = web.get("/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("twostroke_http_requests_active "))
+def all_places_are_free(web: httpx.Client) -> bool:
+    return metric(web, "twostroke_http_requests_active") == 0
 
 
 def test_each_input_has_a_vector_in_its_place(web: httpx.Client) -> None:
@@ -42,7 +40,7 @@ def test_more_inputs_than_places_come_in_turns(web: httpx.Client) -> None:
     assert [e["embedding"][0] for e in answer["data"]] == [(i % 200 + 1) / 2 for i in range(300)]
     assert [e["index"] for e in answer["data"]] == list(range(300))
     assert answer["usage"]["prompt_tokens"] == 600
-    assert active(web) == 0
+    until(lambda: all_places_are_free(web))
 
 
 def test_the_openai_client_reads_vectors(echo: Served) -> None:
@@ -91,13 +89,11 @@ def test_what_cannot_be_embedded_is_said(web: httpx.Client, body: dict[str, Any]
     assert response.status_code == (404 if "model" in body else 400)
     assert says in error["message"], error
     assert error["param"] == param
-    assert active(web) == 0
+    until(lambda: all_places_are_free(web))
 
 
 def test_a_vector_that_did_not_come_in_time_is_an_error(web: httpx.Client) -> None:
     body = {"model": "echo", "input": [[1], [echo_engine.SLOW]], "timeout_s": 5}
     response = web.post("/v1/embeddings", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (408, "timeout_s")
-    deadline = time.monotonic() + 5
-    while active(web):
-        assert time.monotonic() < deadline
+    until(lambda: all_places_are_free(web))

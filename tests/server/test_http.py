@@ -19,16 +19,9 @@ import echo_engine
 import httpx
 import psutil
 import pytest
-from serving import SOURCE, Served, echo_command, echo_server, environment
+from serving import SOURCE, Served, echo_command, echo_server, environment, metric, until
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "the fox", "max_tokens": 4}
-
-
-def metric(web: httpx.Client, name: str) -> float:
-    for line in web.get("/metrics").text.splitlines():
-        if line.startswith(name + " "):
-            return float(line.split()[1])
-    raise AssertionError(f"no metric {name}")
 
 
 def raw_request(payload: bytes) -> bytes:
@@ -39,13 +32,6 @@ def raw_request(payload: bytes) -> bytes:
         f"content-length: {len(payload)}",
     )
     return "\r\n".join(head).encode() + b"\r\n\r\n" + payload
-
-
-def until(condition: Any, within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def events(response: httpx.Response) -> list[Any]:
@@ -167,7 +153,7 @@ def test_errors_have_openais_shape(
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["param"], error["code"]) == (param, code)
-    assert metric(web, "twostroke_http_requests_active") == 0
+    until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +276,7 @@ def test_a_request_for_too_many_prompt_logprobs_is_refused(web: httpx.Client) ->
     assert refused.status_code == 400
     assert str(2**19) in refused.json()["error"]["message"]
     until(lambda: metric(web, "twostroke_requests_running") == 0)
-    assert metric(web, "twostroke_http_requests_active") == 0
+    until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
 def test_usage_may_stand_in_every_chunk(web: httpx.Client) -> None:
@@ -307,10 +293,8 @@ def test_a_client_that_goes_away_frees_its_request(web: httpx.Client, echo: Serv
         peer.sendall(raw_request(payload))
         until(lambda: metric(web, "twostroke_requests_running") == 3)
         assert metric(web, "twostroke_kv_pages_used") > 0
-    until(
-        lambda: metric(web, "twostroke_requests_running") == 0, within_s=3.0
-    )  # one step takes 0.05 s; the rest is for a busy machine
-    assert metric(web, "twostroke_kv_pages_used") == 0
+    until(lambda: metric(web, "twostroke_requests_running") == 0, within_s=30)  # of its own it would take 200 s
+    until(lambda: metric(web, "twostroke_kv_pages_used") == 0)
     until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
@@ -322,7 +306,7 @@ def test_a_client_that_never_reads_is_cut_off_and_its_request_freed(web: httpx.C
     with socket.create_connection((url.host, url.port)) as peer:
         peer.sendall(raw_request(payload))
         until(lambda: metric(web, "twostroke_requests_running") > 0)
-        until(lambda: metric(web, "twostroke_requests_running") == 0, within_s=30)
+        until(lambda: metric(web, "twostroke_requests_running") == 0)
     until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
@@ -411,19 +395,25 @@ def test_a_killed_engine_is_told_to_clients_and_replaced(echo_model: Path, tmp_p
         assert metric(web, "twostroke_engine_restarts") == 1
 
 
+def is_open(url: str) -> bool:
+    """Whether connections are accepted."""
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=20).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 def test_sigterm_finishes_what_is_in_flight_takes_nothing_new_and_exits_0(echo_model: Path, tmp_path: Path) -> None:
     with echo_server(echo_model, tmp_path) as served:
-        body = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 30, "stream": True}
+        body = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 100, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=20, trust_env=False) as stream:
             lines = stream.iter_lines()
             next(lines)
             served.process.send_signal(signal.SIGTERM)
-            time.sleep(0.3)
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{served.url}/health", trust_env=False)
+            until(lambda: not is_open(served.url))
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert served.process.wait(10) == 0
+        assert served.process.wait(60) == 0
         assert served.process.stdout is not None
         assert json.loads(served.process.stdout.readline())["requests"] == 1
         assert not Path(f"/proc/{served.engine_pid}").exists()
@@ -438,7 +428,7 @@ def test_a_request_that_outlives_the_grace_is_cut_and_the_exit_is_still_0(echo_m
             served.process.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
-        assert served.process.wait(10) == 0
+        assert served.process.wait(60) == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_sentence(echo_model: Path, tmp_path: Path) -> None:
@@ -479,7 +469,7 @@ def test_requests_while_loading_get_503_and_the_port_answers(echo_model: Path, t
         refused = httpx.post(f"{url}/v1/completions", json=BODY, trust_env=False)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_not_ready")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -503,7 +493,7 @@ def test_many_streams_at_once_all_end_whole(web: httpx.Client, echo: Served) -> 
             await asyncio.gather(*(one(n) for n in range(60)))
 
     asyncio.run(scenario())
-    assert metric(web, "twostroke_http_requests_active") == 0
+    until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
 def test_every_response_has_an_id_and_keeps_the_callers_where_it_is_sane(web: httpx.Client) -> None:

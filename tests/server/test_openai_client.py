@@ -696,7 +696,7 @@ async def hang_up_on_some(server: Server, n: int, at_once: int, seed: int) -> in
 
 
 def all_free(server: Server) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     names = ("kv_pages_used", "requests_running", "requests_waiting", "http_requests_active")
     while any(server.metric(f"twostroke_{name}") for name in names):
         assert time.monotonic() < deadline
@@ -718,7 +718,7 @@ def test_a_killed_engine_is_replaced(server: Server) -> None:
     """Last in the file: the server has another engine afterwards."""
     (engine,) = [p for p in psutil.Process(server.process.pid).children() if "engine_process" in " ".join(p.cmdline())]
     os.kill(engine.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while httpx.get(f"{server.url}/ready", trust_env=False).status_code != 503:
         assert time.monotonic() < deadline
         time.sleep(0.02)
