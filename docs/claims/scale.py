@@ -13,13 +13,14 @@ from claims.work import serving
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import price
 from twostroke.planner.money.cost import co2_kg, energy_kwh, pue_of
+from twostroke.planner.serving.drawn import Lognormal
 from twostroke.planner.serving.plan import ServingPlan, plan_serving, strategy_of
 from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.simulation import Simulated, simulate
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION
-from twostroke.planner.serving.workload import Lognormal, Workload
+from twostroke.planner.serving.workload import Workload
 from twostroke.planner.work.flops import training_flops_per_token
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 

@@ -11,8 +11,9 @@ import pytest
 
 from machines import native, small_llama
 from twostroke.bench.definitions import RequestRecord, summarise
-from twostroke.bench.load import LoadSpec
-from twostroke.bench.prediction import MOST_SIMULATED, latency_quantiles, measured_values, predict_load, workload_of
+from twostroke.bench.load import plan_requests
+from twostroke.bench.load_spec import LoadSpec
+from twostroke.bench.prediction import MOST_SIMULATED, latency_quantiles, measured_values, predict_load
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.rates import HttpRates
 from twostroke.core.spec import ModelSpec
@@ -58,17 +59,34 @@ def test_plan_and_bench_expect_the_same_of_the_same_users() -> None:
     )
 
 
-def test_a_load_is_simulated_with_its_own_arrivals_lengths_and_number() -> None:
-    closed = workload_of(load(users=4, n_requests=7))
-    assert (closed.users, len(closed.arrivals)) == (4, 7)
-    assert {arrival.output_tokens for arrival in closed.arrivals} == {50}
-    assert all(100 <= arrival.prompt_tokens <= 300 for arrival in closed.arrivals)
-    opened = workload_of(load(request_rate=20.0, max_concurrency=3))
-    assert (opened.users, opened.cap) == (None, 3)
-    assert opened.arrivals[-1].at_s == pytest.approx(50, rel=0.1)
-    at_once = workload_of(load(request_rate=math.inf, n_requests=10**6))
-    assert {arrival.at_s for arrival in at_once.arrivals} == {0.0}
-    assert len(at_once.arrivals) == MOST_SIMULATED
+def test_what_is_simulated_is_what_is_sent() -> None:
+    for own in ({"users": 4}, {"request_rate": 20.0, "turns": 3}, {"request_rate": 5.0, "shared_prefix": 64}):
+        spec = load(n_requests=30, prompt_tokens=(80, 300), **own)
+        sent = plan_requests(spec)[spec.warmup_requests :]
+        arrivals = spec.workload.arrivals
+        assert [(p.at_s, p.max_tokens, p.after) for p in sent] == [(a.at_s, a.output_tokens, a.after) for a in arrivals]
+
+
+def test_a_long_load_is_simulated_by_its_beginning() -> None:
+    """Its first requests are those of a shorter one, so that what is simulated is what is sent."""
+    long = load(request_rate=5.0, n_requests=200, output_tokens="exponential:40,500")
+    assert replace(long, n_requests=50).workload.arrivals == long.workload.arrivals[:50]
+    found = predict_load(SPEC, load(users=2, n_requests=MOST_SIMULATED * 100), ServingShape("bf16"), HARDWARE)
+    assert found["concurrency"] == pytest.approx(2, rel=0.03)
+
+
+def test_known_prefixes_and_conversations_are_predicted_faster() -> None:
+    alone, shared = (
+        predict_load(
+            SPEC, load(users=4, n_requests=100, prompt_tokens=(1000, 1000), shared_prefix=n), ServingShape("bf16"), HARDWARE
+        )
+        for n in (0, 960)
+    )
+    assert shared["ttft_s"] < 0.5 * alone["ttft_s"]
+    once = predict_load(SPEC, load(users=1, n_requests=40, prompt_tokens=(1000, 1000)), ServingShape("bf16"), HARDWARE)
+    talk = load(users=1, n_requests=40, prompt_tokens=(1000, 1000), turns=4)
+    talked = predict_load(SPEC, talk, ServingShape("bf16"), HARDWARE)
+    assert talked["ttft_s"] < 1.6 * once["ttft_s"]  # the third turn has 3,100 tokens, of which 1,000 are new
 
 
 def test_percentiles_are_predicted_by_the_names_that_are_measured() -> None:
@@ -82,7 +100,9 @@ def test_percentiles_are_predicted_by_the_names_that_are_measured() -> None:
 
 def test_a_longer_load_brings_more_of_the_cache_into_memory_until_it_is_full() -> None:
     few, more, most, beyond = (
-        predict_load(small_llama(), load(users=2, n_requests=n), ServingShape("bf16"), native())["peak_memory_bytes"]
+        predict_load(small_llama(), load(users=2, n_requests=n, prompt_tokens=(200, 200)), ServingShape("bf16"), native())[
+            "peak_memory_bytes"
+        ]
         for n in (10, 100, 10**6, 10**7)
     )
     assert few < more < most == beyond

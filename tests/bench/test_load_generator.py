@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import json
 import math
-import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from scripted_server import Script, scripted
 
 from twostroke.bench.definitions import Slo
 from twostroke.bench.http_stream import Address, Answer
-from twostroke.bench.load import LoadSpec, plan_requests, read_stream, run_load
+from twostroke.bench.load import plan_requests, read_stream, run_load
+from twostroke.bench.load_spec import LoadSpec
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, TwostrokeError
 
@@ -103,22 +104,99 @@ def test_open_loop_requests_are_sent_when_they_are_due() -> None:
     assert all(r.sent_s >= r.scheduled_s - 1e-3 for r in result.records)  # the event loop's clock may tick a hair early
 
 
-@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_rates_mean_and_the_burstiness_variance(burstiness: float) -> None:
-    load = LoadSpec(n_requests=4000, request_rate=5.0, burstiness=burstiness, warmup_requests=0, prompt_tokens=(1, 1))
-    times = [p.at_s for p in plan_requests(load)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    # Gamma: mean 1/rate, variance mean²/burstiness. 4,000 draws: standard error of the mean 3% at burstiness 0.25, and of the
-    # variance about 11%; four of them.
-    assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.13)
-    assert statistics.variance(gaps) == pytest.approx(0.04 / burstiness, rel=0.45)
-
-
 def test_a_plan_is_a_function_of_its_seed() -> None:
     load = LoadSpec(n_requests=20, request_rate=5.0, prompt_tokens=(1, 50), output_tokens=(1, 50), seed=3)
     assert plan_requests(load) == plan_requests(load)
     other = LoadSpec(n_requests=20, request_rate=5.0, prompt_tokens=(1, 50), output_tokens=(1, 50), seed=4)
-    assert [p.prompt for p in plan_requests(load)] != [p.prompt for p in plan_requests(other)]
+    assert [p.text for p in plan_requests(load)] != [p.text for p in plan_requests(other)]
+
+
+def test_runs_of_one_seed_have_the_same_arrivals_and_lengths_and_other_words() -> None:
+    """A server's prefix cache must not know the prompts of the last run."""
+    with scripted(script := Script()) as url:
+        first, second = (run_load(url, spec(output_tokens=(1, 9), warmup_requests=0)) for _ in range(2))
+        for _ in range(2):
+            run_load(url, spec(output_tokens=(1, 9), warmup_requests=0, same_prompts=True))
+    assert [r.output_tokens for r in first.records] == [r.output_tokens for r in second.records]
+    prompts = [body["prompt"] for body in script.bodies]
+    assert not set(prompts[:6]) & set(prompts[6:12])
+    assert set(prompts[12:18]) == set(prompts[18:])
+
+
+def test_later_turns_hold_all_that_was_said_and_wait_for_the_answer() -> None:
+    for endpoint in ("completions", "chat"):
+        with scripted(script := Script(first_s=0.02)) as url:
+            load = spec(
+                users=2, n_requests=6, turns=3, think_s=0.05, endpoint=endpoint, warmup_requests=0, output_tokens=(2, 2)
+            )
+            result = run_load(url, load)
+        assert (result.summary.n_completed, script.most_at_once) == (6, 2)
+        if endpoint == "chat":
+            longest = max(script.bodies, key=lambda body: len(body["messages"]))["messages"]
+            assert [message["role"] for message in longest] == ["user", "assistant", "user", "assistant", "user"]
+            assert longest[1]["content"] == "xx"
+        else:
+            whole = max((body["prompt"] for body in script.bodies), key=len)
+            starts = [body["prompt"] for body in script.bodies if whole.startswith(body["prompt"])]
+            assert len(starts) == 3
+            assert whole.startswith(min(starts, key=len) + "xx ")
+        for i in (1, 2, 4, 5):
+            before, turn = result.records[i - 1], result.records[i]
+            assert turn.scheduled_s >= before.chunk_times_s[-1] + 0.05 - 1e-9
+
+
+def test_turns_after_a_failed_one_are_not_sent() -> None:
+    with scripted(script := Script(statuses=[200, 500])) as url:
+        load = spec(users=1, n_requests=3, turns=3, warmup_requests=0)
+        result = run_load(url, load)
+    assert len(script.bodies) == 2
+    assert result.summary.failures == {"http 500": 1, "the turn before failed": 1}
+
+
+def test_prompts_that_share_blocks_begin_alike() -> None:
+    shared = spec(n_requests=4, prompt_tokens=(40, 60), shared_prefix=32, warmup_requests=1)
+    warm, *texts = [request.text.split() for request in plan_requests(shared)]
+    assert all(text[:24] == texts[0][:24] for text in texts)
+    assert warm[:24] != texts[0][:24]
+    assert len({tuple(text[24:]) for text in texts}) == 4
+
+
+def test_a_trace_is_sent_as_recorded(tmp_path: Path) -> None:
+    rows = [{"timestamp": 1000 + 40 * i, "input_length": 600 + i, "output_length": 2 + i, "hash_ids": [7, i]} for i in range(4)]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load = LoadSpec(trace=str(file), n_requests=3, warmup_requests=0, speed=2.0, length_scale=0.125)
+    first, second, third = plan_requests(load)
+    assert [p.at_s for p in (first, second, third)] == pytest.approx([0.0, 0.02, 0.04])
+    assert (first.text.split()[:48], len(first.text.split())) == (second.text.split()[:48], 56)  # 75 of 600 tokens
+    assert first.text.split()[48:] != second.text.split()[48:]
+    with scripted(Script()) as url:
+        result = run_load(url, load)
+    assert [record.scheduled_s for record in result.records] == pytest.approx([0.0, 0.02, 0.04], abs=1e-6)
+
+
+def test_a_late_load_generator_refuses_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slept(at: float) -> Any:
+        return asyncio.sleep(max(0.0, at - time.perf_counter()) + 0.05)
+
+    load = spec(users=None, request_rate=100.0, n_requests=5, output_tokens=(1, 1))
+    with scripted(Script(first_s=1.0)) as url:
+        monkeypatch.setattr("twostroke.bench.load._sleep_until", slept)
+        late = run_load(url, load)
+        closed = run_load(url, spec(n_requests=2, output_tokens=(1, 1)))
+    assert late.refusal is not None
+    assert "p99 start delay" in late.refusal
+    assert late.summary.start_delay_s.median >= 0.05
+    assert late.summary.ttft_s.median >= late.summary.ttft_from_sent_s.median + 0.05
+    assert closed.refusal is None  # it has no schedule
+
+
+def test_waiting_for_a_place_is_not_the_generators_lateness() -> None:
+    with scripted(Script(first_s=0.2)) as url:
+        load = spec(users=None, request_rate=math.inf, max_concurrency=2, warmup_requests=0, output_tokens=(1, 1))
+        s = run_load(url, load).summary
+    assert s.send_delay_s.p99 >= 0.4
+    assert s.start_delay_s.p99 < 0.2
 
 
 def test_lengths_stay_within_their_bounds() -> None:
@@ -141,7 +219,15 @@ def test_raw_times_are_kept(tmp_path: Path) -> None:
 def test_a_report_says_each_formula_beside_its_number() -> None:
     with scripted(Script()) as url:
         text = run_load(url, spec(), slo=Slo(ttft_s=5)).text()
-    for phrase in ("first non-empty chunk − scheduled", "(E2E − TTFT) / (output tokens − 1)", "pooled", "6 of 6", "SLO"):
+    for phrase in (
+        "first non-empty chunk − scheduled",
+        "(E2E − TTFT) / (output tokens − 1)",
+        "pooled",
+        "6 of 6",
+        "SLO",
+        "last non-empty chunk − sent",
+        "own lateness",
+    ):
         assert phrase in text
 
 
@@ -160,7 +246,14 @@ def test_a_result_is_one_json_document() -> None:
         {"n_requests": 0},
         {"users": None, "request_rate": -1.0},
         {"users": None, "request_rate": math.nan},
-        {"burstiness": 0.0},
+        {"arrivals": "bursts"},
+        {"users": None, "request_rate": 2.0, "arrivals": "gamma:0"},
+        {"arrivals": "constant"},  # a closed loop has none
+        {"turns": 0},
+        {"think_s": -1.0},
+        {"prompt_tokens": "lognormal:0,1"},
+        {"users": None, "trace": "t.jsonl", "output_tokens": (64, 64), "shared_prefix": 5},
+        {"users": None, "request_rate": 2.0, "speed": 2.0},
         {"max_concurrency": 3},
         {"prompt_tokens": (0, 5)},
         {"output_tokens": (6, 5)},

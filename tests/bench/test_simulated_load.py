@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from twostroke.bench.definitions import LoadSummary, RequestRecord, summarise
+from twostroke.planner.serving.drawn import Uniform
 from twostroke.planner.serving.policies import POLICIES
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.strategy import Chunk
-from twostroke.planner.serving.workload import Uniform, Workload
+from twostroke.planner.serving.workload import Workload
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig

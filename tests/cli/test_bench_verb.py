@@ -73,6 +73,17 @@ def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str
         (["--url", "http://127.0.0.1:1", "--output", "/nonexistent/raw"], "does not exist"),
         (["--url", "http://127.0.0.1:1", "--prompt-text", "/nonexistent"], "/nonexistent cannot be read"),
         (["/nonexistent"], "does not exist"),
+        (["--url", "http://127.0.0.1:1", "--arrivals", "bursts", "--rate", "2"], "--arrivals bursts"),
+        (["--url", "http://127.0.0.1:1", "--arrivals", "constant"], "no effect"),
+        (["--url", "http://127.0.0.1:1", "--trace", "/nonexistent.csv"], "/nonexistent.csv cannot be read"),
+        (["--url", "http://127.0.0.1:1", "--clients", "/nonexistent.toml"], "/nonexistent.toml cannot be read"),
+        (["--url", "http://127.0.0.1:1", "--trace", "t.csv", "--users", "2"], "exactly one"),
+        (["--url", "http://127.0.0.1:1", "--turns", "0"], "--turns 0"),
+        (["--url", "http://127.0.0.1:1", "--sweep", "fast"], "--sweep 'fast'"),
+        (["--url", "http://127.0.0.1:1", "--sweep", "1,2", "--rate", "3"], "--sweep sets the rates"),
+        (["--url", "http://127.0.0.1:1", "--each", "kv-dtype=all"], "--each starts servers"),
+        (["/nonexistent", "--each", "kv-typ=all"], "kv-dtype"),
+        (["--url", "http://127.0.0.1:1", "--report", "/nonexistent/page.html"], "does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(capsys: pytest.CaptureFixture[str], options: list[str], sentence: str) -> None:
@@ -101,3 +112,46 @@ def test_lengths_beyond_the_context_are_refused_before_anything_starts(capsys: p
         code, _, err = run(capsys, *command, str(model), "--prompt-tokens", "500", "--output-tokens", "100")
         assert code == 2
         assert "512" in err
+
+
+def test_a_sweep_of_conversations_predicts_and_records_each_rate(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "load.html"
+    options = ["--sweep", "20,40", "--requests", "6", "--turns", "2", "--prompt-tokens", "8:16", "--output-tokens", "4"]
+    code, out, err = run(capsys, "serve", str(model), *options, "--keep-late", "--report", str(page), "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    points = document["sweep"]["points"]
+    assert [point["rate_per_s"] for point in points] in ([20.0, 40.0], [20.0])  # a slow machine is full at the first
+    assert document["sweep"]["knee_per_s"] in (20.0, 40.0)
+    assert len(Ledger().runs("bench")) == len(points) == len(document["runs"])
+    assert document["runs"][0]["load"]["turns"] == 2
+    text = page.read_text(encoding="utf-8")
+    assert "knee" in text
+    assert "By rate" in text
+
+
+def test_each_value_of_an_engine_option_is_measured_and_a_refused_one_is_told(
+    capfd: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "load.html"
+    options = [
+        "--each",
+        "kv-dtype=fp32,bf16",
+        "--requests",
+        "4",
+        "--users",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "4",
+    ]
+    code, out, err = run(capfd, "serve", str(model), *options, "--report", str(page), "--json")
+    assert code == 0, err
+    variants = json.loads(out)["variants"]
+    assert [variant["variant"] for variant in variants] == ["kv-dtype=fp32", "kv-dtype=bf16"]
+    assert all(variant["summary"]["n_completed"] == 4 for variant in variants)
+    assert [Ledger().get(variant["run_id"]).inputs.get("kv_dtype") for variant in variants] == ["fp32", "bf16"]
+    assert "Side by side" in page.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.serving.drawn import Uniform
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape, Speculation
 from twostroke.planner.serving.step_time import front_end_s
@@ -28,7 +29,6 @@ from twostroke.planner.serving.under_load import (
     simulated,
     step_of_batch,
 )
-from twostroke.planner.serving.workload import Uniform
 
 
 @pytest.fixture(scope="module")

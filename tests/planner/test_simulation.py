@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostroke.core.errors import CapacityError, ConfigError
+from twostroke.planner.serving.drawn import Gamma, Lognormal, Uniform
 from twostroke.planner.serving.http import FrontEnd
 from twostroke.planner.serving.policies import AT_ONCE, POLICIES, Taking, policy_of
 from twostroke.planner.serving.simulation import simulate
 from twostroke.planner.serving.strategy import Chunk
-from twostroke.planner.serving.workload import Arrival, Lognormal, Uniform, Workload
+from twostroke.planner.serving.workload import Arrival, Turns, Workload
 
 PAGES = 10**5
 
@@ -45,10 +46,12 @@ def workloads(draw: st.DrawFn) -> Workload:
     lengths = [Uniform(*sorted((draw(st.integers(1, most)), draw(st.integers(1, most))))) for most in (300, 60)]
     drawn = {"warmup": draw(st.integers(0, n - 1)), "answers": draw(st.sampled_from((1, 1, 3)))}
     drawn |= {"shared_prefix": draw(st.sampled_from((0, 64))), "seed": draw(st.integers(0, 99))}
+    drawn |= {"turns": Turns(draw(st.sampled_from((1, 1, 3))), draw(st.sampled_from((0.0, 0.1234567))))}
     if draw(st.booleans()):
         return Workload.closed(draw(st.integers(1, n)), n, *lengths, **drawn)
     rate, cap = draw(st.sampled_from((5.0, 50.0, 500.0, math.inf))), draw(st.sampled_from((None, 3)))
-    return Workload.open(rate, n, *lengths, burstiness=draw(st.sampled_from((0.3, 1.0))), cap=cap, **drawn)
+    gaps = draw(st.sampled_from(("gamma:0.3", "poisson", "constant", "weibull:0.7")))
+    return Workload.open(rate, n, *lengths, gaps=gaps, cap=cap, **drawn)
 
 
 TAKINGS = (
@@ -69,6 +72,7 @@ def test_steps_taken_at_once_give_what_they_give_one_by_one(
 ) -> None:  # fmt: skip
     limits = {"max_running": max_running, "token_budget": token_budget, "window": window, "front": front}
     policy = dataclasses.replace(POLICIES[engine], taking=taking or POLICIES[engine].taking)
+    pages = max(pages, workload.longest // 16 + 2)  # conversations are longer than single requests
     at_once, one_by_one = (simulate(workload, policy, seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True))
     assert_equal(at_once, one_by_one)
     reported = workload.arrivals[workload.warmup :]
@@ -219,7 +223,7 @@ def test_littles_law_holds() -> None:
 def test_burstier_arrivals_wait_longer() -> None:
     waits = [
         simulate(
-            Workload.open(60.0, 3000, 200, 40, burstiness=burstiness, seed=4), policy_of("vllm"), seconds, PAGES
+            Workload.open(60.0, 3000, 200, 40, gaps=Gamma(burstiness), seed=4), policy_of("vllm"), seconds, PAGES
         ).ttft_s.p99
         for burstiness in (1.0, 0.25)
     ]

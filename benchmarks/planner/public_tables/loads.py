@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.policy import PAGE_TOKENS
+from twostroke.planner.serving.drawn import Uniform
 from twostroke.planner.serving.simulation import Simulated, simulate
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.step_time import Efficiencies, one_pass
 from twostroke.planner.serving.strategy import Chunk
-from twostroke.planner.serving.workload import Uniform, Workload
+from twostroke.planner.serving.workload import Workload
 
 sys.path[:0] = [str(Path(__file__).parent)]
 from recipes import policy_with_recipe  # noqa: E402

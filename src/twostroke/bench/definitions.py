@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from twostroke.core.distribution import Distribution
 from twostroke.core.errors import ConfigError, did_you_mean
+from twostroke.core.units import format_seconds
 
 FORMULAS: dict[str, str] = {
     "ttft_s": "time to first token = first non-empty chunk − scheduled",
@@ -25,7 +26,10 @@ FORMULAS: dict[str, str] = {
     "total_tok_per_s": "(prompt + output tokens of completed requests) / duration",
     "goodput_per_s": "completed requests that meet every term of the SLO / duration",
     "peak_concurrency": "most requests between being sent and their end at one moment",
-    "send_delay_s": "sent − scheduled: waiting for the concurrency cap, or a client that cannot keep up",
+    "ttft_from_sent_s": "first non-empty chunk − sent: without what the client held back",
+    "e2e_from_sent_s": "last non-empty chunk − sent",
+    "send_delay_s": "sent − scheduled: waiting for the concurrency cap, and the start delay",
+    "start_delay_s": "sent − when it was due and had a place: the load generator's own lateness",
 }
 
 
@@ -33,7 +37,7 @@ FORMULAS: dict[str, str] = {
 class RequestRecord:
     """Raw times of one request, in seconds since the load began. ``error`` is a short reason; None if the request completed."""
 
-    DOCUMENT = "index scheduled_s sent_s chunk_times_s ended_s prompt_tokens output_tokens finish_reason error"
+    DOCUMENT = "index scheduled_s ready_s sent_s chunk_times_s ended_s prompt_tokens output_tokens finish_reason error"
 
     index: int
     scheduled_s: float
@@ -44,6 +48,7 @@ class RequestRecord:
     output_tokens: int
     error: str | None = None
     finish_reason: str | None = None
+    ready_s: float | None = None  # when it was due and had a place; None: when it was scheduled
 
     @property
     def ok(self) -> bool:
@@ -56,6 +61,18 @@ class RequestRecord:
     @property
     def e2e_s(self) -> float | None:
         return self.chunk_times_s[-1] - self.scheduled_s if self.chunk_times_s else None
+
+    @property
+    def ttft_from_sent_s(self) -> float | None:
+        return self.chunk_times_s[0] - self.sent_s if self.chunk_times_s else None
+
+    @property
+    def e2e_from_sent_s(self) -> float | None:
+        return self.chunk_times_s[-1] - self.sent_s if self.chunk_times_s else None
+
+    @property
+    def start_delay_s(self) -> float:
+        return self.sent_s - (self.scheduled_s if self.ready_s is None else self.ready_s)
 
     @property
     def tpot_s(self) -> float | None:
@@ -106,13 +123,18 @@ class Slo:
         return True
 
 
+MOST_LATE_SHARE = 0.01
+"""Share of TTFT that the load generator's own lateness may reach before a run is refused."""
+
+
 @dataclass(frozen=True)
 class LoadSummary:
     """All numbers of one load, named and defined as in ``FORMULAS``."""
 
     DOCUMENT = (
         "n_requests n_completed failures duration_s prompt_tokens output_tokens requests_per_s output_tok_per_s "
-        "total_tok_per_s peak_concurrency goodput_per_s slo_met engine ttft_s tpot_s itl_s e2e_s send_delay_s"
+        "total_tok_per_s peak_concurrency goodput_per_s slo_met engine ttft_s tpot_s itl_s "
+        "e2e_s ttft_from_sent_s e2e_from_sent_s send_delay_s start_delay_s"
     )
 
     n_requests: int
@@ -125,7 +147,10 @@ class LoadSummary:
     tpot_s: Distribution
     itl_s: Distribution
     e2e_s: Distribution
+    ttft_from_sent_s: Distribution
+    e2e_from_sent_s: Distribution
     send_delay_s: Distribution
+    start_delay_s: Distribution
     requests_per_s: float
     output_tok_per_s: float
     total_tok_per_s: float
@@ -133,6 +158,18 @@ class LoadSummary:
     goodput_per_s: float | None = None
     slo_met: int | None = None
     engine: dict[str, float] = field(default_factory=dict)  # counters of the server's engine; empty for other servers
+
+    @property
+    def lateness(self) -> str | None:
+        """A sentence where the load generator was late: its p99 start delay passes ``MOST_LATE_SHARE`` of the median TTFT."""
+        late, first = self.start_delay_s.p99, self.ttft_s.median
+        if not late > MOST_LATE_SHARE * first:  # NaN without an answer
+            return None
+        return (
+            f"the load generator was late: its p99 start delay of {format_seconds(late)} passes "
+            f"{100 * MOST_LATE_SHARE:g}% of the median TTFT of {format_seconds(first)}, so latencies are not the server's "
+            "alone. Use a lower rate, fewer users or longer prompts, or another machine to send from."
+        )
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:
@@ -181,6 +218,9 @@ def summarise(
         tpot_s=Distribution.of([t for r in done if (t := r.tpot_s) is not None]),
         itl_s=Distribution.of([gap for r in done for gap in r.itl_s]),
         e2e_s=Distribution.of([t for r in done if (t := r.e2e_s) is not None]),
+        ttft_from_sent_s=Distribution.of([t for r in done if (t := r.ttft_from_sent_s) is not None]),
+        e2e_from_sent_s=Distribution.of([t for r in done if (t := r.e2e_from_sent_s) is not None]),
+        start_delay_s=Distribution.of([r.start_delay_s for r in records]),
         send_delay_s=Distribution.of([r.sent_s - r.scheduled_s for r in records]),
         requests_per_s=len(done) * per_s,
         output_tok_per_s=output * per_s,

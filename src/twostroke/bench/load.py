@@ -1,34 +1,36 @@
 """Loads an OpenAI-compatible server and measures it.
 
-In an open loop, requests arrive with gaps ~ Gamma(shape = burstiness, scale = 1 / (rate · burstiness)). Burstiness 1 is a
-Poisson process, and smaller values are burstier. A concurrency cap delays requests without moving their scheduled time. In a
-closed loop, each of N users sends the next request when the last one has ended.
+What is sent when is a ``Workload`` (``load_spec.LoadSpec.workload``), the same that the planner simulates. In an open loop,
+conversations begin when they are due; a cap delays them without moving their scheduled time. In a closed loop, each of N users
+begins the next one when the last one has ended. A conversation's later turns are sent when the answer before has come and been
+thought about, with all that was said before.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import random
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from twostroke.bench.definitions import FORMULAS, LoadSummary, RequestRecord, Slo, summarise
 from twostroke.bench.engine_counters import FORMULAS as ENGINE_FORMULAS
 from twostroke.bench.engine_counters import Counters, engine_values, read_counters
 from twostroke.bench.http_stream import Address, Answer, HttpError, exchange
+from twostroke.bench.load_spec import LoadSpec
+from twostroke.bench.precise_loop import run_precisely, without_collections
 from twostroke.bench.prompts import PromptMaker
 from twostroke.core.described import As, plain
 from twostroke.core.distribution import Distribution
-from twostroke.core.errors import ConfigError, TwostrokeError
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.units import format_seconds
 from twostroke.ledger.text import format_value
-from twostroke.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,75 +40,55 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class LoadSpec:
-    """A load. Give exactly one of ``request_rate`` (open loop, requests/s; inf sends all at once) and ``users`` (closed loop).
-    Lengths in tokens are drawn uniformly from (least, most)."""
-
-    n_requests: int = 64
-    request_rate: float | None = None
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    users: int | None = None
-    prompt_tokens: tuple[int, int] = (64, 64)
-    output_tokens: tuple[int, int] = (64, 64)
-    endpoint: Literal["completions", "chat"] = "completions"
-    model: str | None = None  # None: the first that /v1/models names
-    adapters: tuple[str, ...] = ()  # models that requests name in turn instead
-    temperature: float = 0.0
-    ignore_eos: bool = True
-    prompt_text: str | None = None  # a text file; None: random words
-    warmup_requests: int = 3
-    seed: int = 0
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if (self.request_rate is None) == (self.users is None):
-            raise ConfigError("give exactly one of request_rate (open loop) and users (closed loop).")
-        SamplingParams(temperature=self.temperature)  # a server would refuse every request
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise ConfigError(f"request_rate={self.request_rate} must be above 0 requests/s, or inf.")
-        if not 0 < self.burstiness < math.inf:
-            raise ConfigError(f"burstiness={self.burstiness} must be above 0 and finite; 1 is Poisson.")
-        for name in ("n_requests", "users", "max_concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.")
-        if self.users is not None and self.max_concurrency is not None:
-            raise ConfigError("max_concurrency is for open loops; in a closed loop users is the concurrency.")
-        if self.warmup_requests < 0:
-            raise ConfigError(f"warmup_requests={self.warmup_requests} must be at least 0.")
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0 and finite.")
-        for name in ("prompt_tokens", "output_tokens"):
-            least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise ConfigError(f"{name}={least}:{most} must be two lengths of at least 1 token, the smaller first.")
-
-    @property
-    def rate_in_words(self) -> Annotated[float | str | None, "requests/s, or inf: all at once", As("request_rate")]:
-        return "inf" if self.request_rate == math.inf else self.request_rate  # JSON has no infinity
-
-
-@dataclass(frozen=True)
 class PlannedRequest:
+    """One request. ``text`` is what its prompt adds to the conversation before it, which is turn ``after``."""
+
     index: int
-    at_s: float  # scheduled time since the load began; always 0 in a closed loop, whose users decide when they send
-    prompt: str
+    at_s: float  # since the load began; of a later turn since the answer before; always 0 for a user's first turns
+    text: str
     max_tokens: int
+    after: int | None = None
 
 
-def plan_requests(spec: LoadSpec, tokenizer: Tokenizer | None = None) -> list[PlannedRequest]:
-    """All requests of a load, made in advance from ``spec`` and the tokenizer alone. Warm-up requests come first and have
-    negative indices."""
-    rng = random.Random(spec.seed)
+def plan_requests(spec: LoadSpec, tokenizer: Tokenizer | None = None, salt: int = 0) -> list[PlannedRequest]:
+    """All requests of a load, made in advance from ``spec``, the tokenizer and ``salt`` alone. Warm-up requests come first and
+    have negative indices; they are as long as the first requests and share no prefix with them.
+
+    Words of prompts are drawn from the seed and ``salt``, arrivals and lengths from the seed only."""
+    workload = spec.workload
     maker = PromptMaker(tokenizer, Path(spec.prompt_text) if spec.prompt_text else None)
+    blocks: dict[int, str] = {}
+
+    def block(number: int) -> str:
+        if number not in blocks:
+            blocks[number] = maker.make(workload.block_tokens, random.Random(f"{spec.seed} {salt} block {number}"))
+        return blocks[number]
+
+    def text(index: int, n_tokens: int, shared: Sequence[int]) -> str:
+        """Of ``n_tokens``: the shared blocks as far as they go, then words of its own."""
+        rng = random.Random(f"{spec.seed} {salt} {index}")
+        n_whole = min(len(shared), n_tokens // workload.block_tokens)
+        parts = [block(number) for number in shared[:n_whole]]
+        rest = n_tokens - n_whole * workload.block_tokens
+        if rest and n_whole < len(shared):
+            parts.append(maker.beginning(block(shared[n_whole]), rest))
+        elif rest:
+            parts.append(maker.make(rest, rng))
+        return " ".join(part.strip() for part in parts)
+
+    arrivals = workload.arrivals
     planned = []
-    at = 0.0
-    for index in range(-spec.warmup_requests, spec.n_requests):
-        if index > 0 and spec.request_rate is not None and spec.request_rate != math.inf:
-            at += rng.gammavariate(spec.burstiness, 1 / (spec.request_rate * spec.burstiness))
-        n_prompt, n_output = rng.randint(*spec.prompt_tokens), rng.randint(*spec.output_tokens)
-        planned.append(PlannedRequest(index, at, maker.make(n_prompt, rng), n_output))
+    for i in range(spec.warmup_requests):
+        like = arrivals[i % len(arrivals)]
+        index = i - spec.warmup_requests
+        planned.append(PlannedRequest(index, 0.0, text(index, like.prompt_tokens, ()), like.output_tokens))
+    for index, arrival in enumerate(arrivals):
+        if arrival.after is None:
+            own = text(index, arrival.prompt_tokens, arrival.blocks)
+        else:
+            before = arrivals[arrival.after]
+            own = text(index, arrival.prompt_tokens - before.prompt_tokens - before.output_tokens, ())
+        planned.append(PlannedRequest(index, arrival.at_s, own, arrival.output_tokens, arrival.after))
     return planned
 
 
@@ -120,6 +102,12 @@ class LoadResult:
     slo: Annotated[Slo | None, "what goodput is of"]
     records: tuple[RequestRecord, ...]
     summary: Annotated[LoadSummary, "what was measured"]
+
+    @property
+    def refusal(self) -> Annotated[str | None, "why the numbers are not the server's alone; null if they are"]:
+        """A sentence where the load generator kept to its schedule so badly that the server's latencies cannot be told from its
+        own. A closed loop has no schedule: its users ask again when they can."""
+        return None if self.spec.users is not None else self.summary.lateness
 
     @property
     def definitions(self) -> Annotated[dict[str, str], "how each number of the summary is made"]:
@@ -147,7 +135,7 @@ def run_load(
 ) -> LoadResult:
     """Send the load and measure. Raises ConfigError for a bad address, TwostrokeError if the server does not answer. Single
     requests that fail are counted and raise nothing."""
-    return asyncio.run(_run_load(url, spec, slo, api_key, tokenizer, progress))
+    return run_precisely(lambda: _run_load(url, spec, slo, api_key, tokenizer, progress))
 
 
 async def _run_load(
@@ -155,65 +143,118 @@ async def _run_load(
 ) -> LoadResult:
     address = Address.parse(url)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    planned = plan_requests(spec, tokenizer)
+    planned = plan_requests(spec, tokenizer, 0 if spec.same_prompts else secrets.randbits(64))
     model = spec.model or await _first_model(address, headers)
     sender = _Sender(address, headers, spec, model)
     warmup, measured = planned[: spec.warmup_requests], planned[spec.warmup_requests :]
     warm: Counters = {}
     for request in warmup:
-        first = await sender.send(request, time.perf_counter())
+        first = await sender.send(sender.body(request, ()), request, time.perf_counter())
         if first.answer.status == 0:
             raise TwostrokeError(f"the server at {url} does not answer: {first.error}. Start it, or name another with --url.")
         warm = warm or await read_counters(address, headers)
     before = await read_counters(address, headers)
     ended = 0
 
-    async def send(request: PlannedRequest, scheduled: float) -> _Sent:
+    def one_ended() -> None:
         nonlocal ended
-        result = await sender.send(request, scheduled)
         ended += 1
         if progress is not None:
             progress(ended, len(measured))
-        return result
 
-    start = time.perf_counter()
-    if spec.users is not None:
-        sent = await _closed_loop(measured, spec.users, send)
-    else:
-        sent = await _open_loop(measured, start, spec.max_concurrency, send)
+    conversations = [_Conversation(turns, sender, one_ended) for turns in _by_conversation(measured)]
+    with without_collections():
+        start = time.perf_counter()
+        if spec.users is not None:
+            sent = await _closed_loop(conversations, spec.users, start)
+        else:
+            sent = await _open_loop(conversations, start, spec.max_concurrency)
     engine = engine_values(warm, before, await read_counters(address, headers), len(warmup) - 1)
     records = tuple(sorted((s.record(start) for s in sent), key=lambda r: r.index))
     return LoadResult(url, model, spec, slo, records, summarise(records, slo, engine))
 
 
-async def _closed_loop(requests: list[PlannedRequest], users: int, send: _Send) -> list[_Sent]:
-    waiting = iter(requests)
+def _by_conversation(requests: Sequence[PlannedRequest]) -> list[list[PlannedRequest]]:
+    """The turns of each conversation, in the order in which conversations begin."""
+    of: dict[int, list[PlannedRequest]] = {}
+    for request in requests:
+        turns = [] if request.after is None else of[request.after]
+        turns.append(request)
+        of[request.index] = turns
+    return [turns for index, turns in of.items() if turns[0].index == index]
+
+
+class _Conversation:
+    """Sends the turns of one conversation, each after the answer to the one before."""
+
+    def __init__(self, turns: list[PlannedRequest], sender: _Sender, one_ended: Callable[[], None]) -> None:
+        self.turns, self._sender, self._one_ended = turns, sender, one_ended
+        self._first_body = sender.body(turns[0], ())  # encoding takes a tenth of a millisecond, so not when it is due
+
+    async def run(self, scheduled: float, ready: float) -> list[_Sent]:
+        """``ready`` is when it was due and had a place."""
+        sent: list[_Sent] = []
+        said: list[str] = []
+        body = self._first_body
+        for number, request in enumerate(self.turns):
+            if number:
+                last = sent[-1]
+                text = None if last.error else answer_text(last.answer)
+                if text is None:
+                    sent += [last.not_sent(turn) for turn in self.turns[number:]]
+                    for _ in self.turns[number:]:
+                        self._one_ended()
+                    break
+                said += [self.turns[number - 1].text, text]
+                body = self._sender.body(request, said)
+                scheduled = ready = last.ended + request.at_s
+                await _sleep_until(scheduled)
+            sent.append(await self._sender.send(body, request, scheduled, ready))
+            self._one_ended()
+        return sent
+
+
+async def _sleep_until(at: float) -> None:
+    left = at - time.perf_counter()
+    if left > 0:
+        await asyncio.sleep(left)
+
+
+async def _closed_loop(conversations: list[_Conversation], users: int, start: float) -> list[_Sent]:
+    waiting = iter(conversations)
     results: list[_Sent] = []
 
     async def user() -> None:
-        mine = [await send(request, time.perf_counter()) for request in waiting]  # one iterator shared by all users
-        results.extend(mine)
+        free = start
+        for conversation in waiting:  # one iterator shared by all users
+            sent = await conversation.run(free, free)
+            results.extend(sent)
+            free = sent[-1].ended
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(users, len(requests))):
+        for _ in range(min(users, len(conversations))):
             group.create_task(user())
     return results
 
 
-async def _open_loop(requests: list[PlannedRequest], start: float, cap: int | None, send: _Send) -> list[_Sent]:
-    places = asyncio.Semaphore(cap) if cap is not None else None
+async def _open_loop(conversations: list[_Conversation], start: float, cap: int | None) -> list[_Sent]:
+    places: asyncio.Queue[float] = asyncio.Queue()  # free ones, by the time since when
+    for _ in range(cap or 0):
+        places.put_nowait(start)
 
-    async def one(request: PlannedRequest) -> _Sent:
-        scheduled = start + request.at_s
-        await asyncio.sleep(max(0.0, scheduled - time.perf_counter()))
-        if places is None:
-            return await send(request, scheduled)
-        async with places:
-            return await send(request, scheduled)
+    async def one(conversation: _Conversation) -> list[_Sent]:
+        scheduled = start + conversation.turns[0].at_s
+        await _sleep_until(scheduled)
+        if cap is None:
+            return await conversation.run(scheduled, scheduled)
+        free = await places.get()
+        sent = await conversation.run(scheduled, max(scheduled, free))
+        places.put_nowait(sent[-1].ended)
+        return sent
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(request)) for request in requests]
-    return [task.result() for task in tasks]
+        tasks = [group.create_task(one(conversation)) for conversation in conversations]
+    return [sent for task in tasks for sent in task.result()]
 
 
 async def _first_model(address: Address, headers: dict[str, str]) -> str:
@@ -237,10 +278,15 @@ class _Sent:
 
     request: PlannedRequest
     scheduled: float
+    ready: float
     sent: float
     ended: float
     answer: Answer
     error: str | None
+
+    def not_sent(self, turn: PlannedRequest) -> _Sent:
+        """A later turn of a conversation in which this one failed."""
+        return _Sent(turn, self.ended, self.ended, self.ended, self.ended, Answer(), "the turn before failed")
 
     def record(self, start: float) -> RequestRecord:
         times, n_prompt, n_output, finish, error = read_stream(self.answer)
@@ -248,6 +294,7 @@ class _Sent:
         return RequestRecord(
             index=self.request.index,
             scheduled_s=self.scheduled - start,
+            ready_s=self.ready - start,
             sent_s=self.sent - start,
             chunk_times_s=tuple(t - start for t in times),
             ended_s=self.ended - start,
@@ -258,17 +305,16 @@ class _Sent:
         )
 
 
-_Send = Callable[[PlannedRequest, float], Awaitable[_Sent]]
-
-
 class _Sender:
     def __init__(self, address: Address, headers: dict[str, str], spec: LoadSpec, model: str) -> None:
         self._address, self._headers, self._spec = address, headers, spec
-        self._models = itertools.cycle(spec.adapters or (model,))
+        self._models = spec.adapters or (model,)
+        self._path = "/v1/chat/completions" if spec.endpoint == "chat" else "/v1/completions"
 
-    async def send(self, request: PlannedRequest, scheduled: float) -> _Sent:
+    def body(self, request: PlannedRequest, said: Sequence[str]) -> bytes:
+        """The request after what was ``said`` before: prompts and answers in turn."""
         body: dict[str, Any] = {
-            "model": next(self._models),
+            "model": self._models[request.index % len(self._models)],
             "max_tokens": request.max_tokens,
             "temperature": self._spec.temperature,
             "stream": True,
@@ -276,19 +322,48 @@ class _Sender:
         }
         if self._spec.ignore_eos:
             body["ignore_eos"] = True
+        texts = [*said, request.text]
         if self._spec.endpoint == "chat":
-            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": request.prompt}]
+            body["messages"] = [
+                {"role": "assistant" if number % 2 else "user", "content": text} for number, text in enumerate(texts)
+            ]
         else:
-            path, body["prompt"] = "/v1/completions", request.prompt
+            # Words of a later turn begin with a space, which belongs to their first token.
+            body["prompt"] = "".join(f" {text}" if number and number % 2 == 0 else text for number, text in enumerate(texts))
+        return json.dumps({**body, **self._spec.more_fields}).encode()
+
+    async def send(self, body: bytes, request: PlannedRequest, scheduled: float, ready: float | None = None) -> _Sent:
         holder: list[Answer] = []
         error = None
-        payload = json.dumps(body).encode()
         sent = time.perf_counter()
         try:
-            await exchange(self._address, "POST", path, payload, self._headers, self._spec.timeout_s, holder)
+            await exchange(self._address, "POST", self._path, body, self._headers, self._spec.timeout_s, holder)
         except HttpError as failure:
             error = str(failure)
-        return _Sent(request, scheduled, sent, time.perf_counter(), holder[0], error)
+        # The end is when the last piece came, and not when this task had its turn: a user's next request counts from it.
+        answer = holder[0]
+        ended = time.perf_counter() if error or not answer.pieces else answer.pieces[-1][0]
+        return _Sent(request, scheduled, scheduled if ready is None else ready, sent, ended, answer, error)
+
+
+def answer_text(answer: Answer) -> str | None:
+    """What a whole stream of completion chunks said; None for an error, and for a stream that ended early."""
+    said: list[str] = []
+    complete = False
+    for event in answer.body.replace(b"\r\n", b"\n").split(b"\n\n"):
+        data = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+        if not data or data == b"[DONE]":
+            complete = complete or bool(data)
+            continue
+        try:
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                return None
+            choices = chunk.get("choices") or ()
+            said += [choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    return "".join(said) if complete and answer.status == 200 else None
 
 
 def read_stream(answer: Answer) -> tuple[list[float], int, int, str | None, str | None]:
@@ -341,18 +416,21 @@ def summary_text(summary: LoadSummary) -> str:
     if s.failures:
         lines.append("failed: " + ", ".join(f"{count} × {reason}" for reason, count in sorted(s.failures.items())))
     lines.append("")
-    lines.append(f"{'':14}{'median':>10}{'p90':>10}{'p95':>10}{'p99':>10}")
+    lines.append(f"{'':16}{'median':>10}{'p90':>10}{'p95':>10}{'p99':>10}")
     for name, title in (
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
         ("itl_s", "ITL"),
         ("e2e_s", "E2E"),
+        ("ttft_from_sent_s", "TTFT from sent"),
+        ("e2e_from_sent_s", "E2E from sent"),
         ("send_delay_s", "send delay"),
+        ("start_delay_s", "start delay"),
     ):
         d: Distribution = getattr(s, name)
         cells = (d.median, d.p90, d.p95, d.p99)
         shown = "".join(f"{'–' if math.isnan(v) else format_seconds(v):>10}" for v in cells)
-        lines.append(f"{title:14}{shown}  {FORMULAS[name]}")
+        lines.append(f"{title:16}{shown}  {FORMULAS[name]}")
     lines.append("")
     rates = [
         ("requests/s", f"{s.requests_per_s:.2f}", FORMULAS["requests_per_s"]),
@@ -362,7 +440,7 @@ def summary_text(summary: LoadSummary) -> str:
     ]
     if s.goodput_per_s is not None:
         rates.append(("goodput/s", f"{s.goodput_per_s:.2f}", f"{FORMULAS['goodput_per_s']} ({s.slo_met} of {s.n_requests})"))
-    lines += [f"{title:14}{value:>10}  {formula}" for title, value, formula in rates]
+    lines += [f"{title:16}{value:>10}  {formula}" for title, value, formula in rates]
     if s.engine:
         lines += ["", "inside the engine"]
         lines += [f"{name:24}{format_value(name, value):>16}  {ENGINE_FORMULAS[name]}" for name, value in s.engine.items()]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from twostroke.bench.definitions import LoadSummary, RequestRecord
-from twostroke.bench.load import LoadSpec
+from twostroke.bench.load_spec import LoadSpec
 from twostroke.core.distribution import Distribution, percentile
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.spec import ModelSpec
@@ -18,24 +18,15 @@ from twostroke.planner.serving.memory import page_bytes
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import Server
-from twostroke.planner.serving.workload import Uniform, Workload
+from twostroke.planner.serving.workload import Workload
 
 QUANTILE_PERCENTS = (*(2.5 * i for i in range(40)), 99.0, 100.0)
 """Percents at which the ledger keeps the distribution of a latency. They are enough to draw it for any number of requests."""
 
 
 MOST_SIMULATED = 4000
-"""Requests of a load that are simulated: a longer one goes on as it went, and takes longer than two seconds to simulate."""
-
-
-def workload_of(load: LoadSpec) -> Workload:
-    """Requests with the arrivals, lengths and number of ``load``: of the same distributions, drawn anew, because
-    ``plan_requests`` draws a prompt's words from the same stream."""
-    n, lengths = min(load.n_requests, MOST_SIMULATED), (Uniform(*load.prompt_tokens), Uniform(*load.output_tokens))
-    if load.users is not None:
-        return Workload.closed(load.users, n, *lengths, seed=load.seed)
-    rate, cap = load.request_rate or math.inf, load.max_concurrency
-    return Workload.open(rate, n, *lengths, burstiness=load.burstiness, cap=cap, seed=load.seed)
+"""Requests of a load that are simulated, the first ones: a longer load goes on as it went, and would take longer than two
+seconds to simulate."""
 
 
 def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware: Hardware) -> dict[str, float]:
@@ -46,14 +37,15 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
     mean lengths and of the requests that are in flight on average. HTTP adds what calibration measured of it to every step and
     to every request.
     """
-    alone = _plan(spec, load, shape, 1, hardware)
-    workload = workload_of(load)
+    workload = replace(load, n_requests=min(load.n_requests, MOST_SIMULATED)).workload
+    lengths = _mean_lengths(workload)
+    alone = _plan(spec, lengths, shape, 1, hardware)
     if http_front_end(hardware) is not None:
         workload = replace(workload, turnaround_s=0.0)  # a user asks again at once, and what HTTP takes is simulated
     server = Server(alone, http=True)
     found = server.serve(workload)
     users = max(1, round(found.concurrency))
-    plan = _plan(spec, load, shape, users, hardware)
+    plan = _plan(spec, lengths, shape, users, hardware)
     step_s = plan.tpot_s + server.sharing_s(users)
     prefill_s = plan.ttft_s + idle_s(hardware)
     values = {
@@ -67,7 +59,7 @@ def predict_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, hardware:
         **_latency_values({name: getattr(found, f"{name}_s") for name in LATENCIES}),
     }
     values |= bill(values, hardware, plan.devices * plan.watts, plan.devices)
-    values["peak_memory_bytes"] = _peak_memory_bytes(plan, load)
+    values["peak_memory_bytes"] = _peak_memory_bytes(plan, load, workload.new_share)
     return values
 
 
@@ -83,18 +75,25 @@ def _latency_values(latencies: Mapping[str, Distribution]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec) -> float:
+def _peak_memory_bytes(plan: ServingPlan, load: LoadSpec, new_share: float) -> float:
     """The plan's peak, with all cache pages that the load writes. Full pages keep their content for the prefix cache, so each
-    request writes new pages until the cache is full."""
+    request writes new pages, but for the share that earlier ones wrote, until the cache is full."""
     tokens = plan.shape.prompt_tokens + plan.shape.output_tokens - 1  # the last is never computed
-    kept = (load.n_requests + load.warmup_requests) * (tokens // PAGE_TOKENS)
+    kept = (load.n_requests * new_share + load.warmup_requests) * (tokens // PAGE_TOKENS)
     written = (kept + plan.shape.batch) * page_bytes(plan.spec, plan.shape)
     held = max(plan.memory_bytes["kv_cache"], min(written, plan.kv_cache_bytes))
     return plan.peak_memory_bytes - plan.memory_bytes["kv_cache"] + held
 
 
-def _plan(spec: ModelSpec, load: LoadSpec, shape: ServingShape, batch: int, hardware: Hardware) -> ServingPlan:
-    prompt, output = (round(sum(bounds) / 2) for bounds in (load.prompt_tokens, load.output_tokens))
+def _mean_lengths(workload: Workload) -> tuple[int, int]:
+    """Of prompts and answers, in tokens."""
+    arrivals = workload.arrivals
+    prompt, output = (sum(getattr(a, name) for a in arrivals) / len(arrivals) for name in ("prompt_tokens", "output_tokens"))
+    return round(prompt), round(output)
+
+
+def _plan(spec: ModelSpec, lengths: tuple[int, int], shape: ServingShape, batch: int, hardware: Hardware) -> ServingPlan:
+    prompt, output = lengths
     return plan_serving(spec, replace(shape, batch=batch, prompt_tokens=prompt, output_tokens=output), hardware)
 
 
@@ -127,3 +126,12 @@ def latency_quantiles(records: Sequence[RequestRecord]) -> dict[str, list[float]
     }
     curves = {name: [percentile(found, p) for p in QUANTILE_PERCENTS] for name, found in values.items() if found}
     return {"percent": list(QUANTILE_PERCENTS), **curves} if curves else {}
+
+
+def first_tokens(records: Sequence[RequestRecord]) -> dict[str, list[float | None]]:
+    """When each request was due, and its TTFT from then and from when it was sent, None of one that failed. For plots."""
+    return {
+        "scheduled_s": [record.scheduled_s for record in records],
+        "ttft_s": [record.ttft_s if record.ok else None for record in records],
+        "ttft_from_sent_s": [record.ttft_from_sent_s if record.ok else None for record in records],
+    }

@@ -62,6 +62,12 @@ class PromptMaker:
             n_taken = max(1, n_taken + n_tokens - found)
         return text
 
+    def beginning(self, text: str, n_tokens: int) -> str:
+        """The first ``n_tokens`` of ``text``, or as many words as they are taken for."""
+        if self._tokenizer is None:
+            return " ".join(text.split()[: max(1, round(n_tokens * WORDS_PER_TOKEN))])
+        return str(self._tokenizer.decode(self._encode(text)[:n_tokens], skip_special_tokens=True))
+
     def _encode(self, text: str) -> list[int]:
         assert self._tokenizer is not None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options, words
+from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.adapter_names import LORA_HELP, adapters_of
-from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, TwostrokeError
+from twostroke.planner.serving.drawn import GAP_FORMS, LENGTH_FORMS, Uniform, lengths_of
 
 if TYPE_CHECKING:
-    from twostroke.bench.load import LoadSpec
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.serving.shape import ServingShape
     from twostroke.planner.truth.recording import Planned
@@ -41,43 +42,71 @@ def bench_serve(
     ),
     url: str | None = typer.Option(None, help="A running OpenAI-compatible server, such as http://127.0.0.1:8000."),
     users: int | None = typer.Option(None, help="Closed loop: so many users, each of which waits for its answer. Default: 8."),
-    request_rate: float | None = typer.Option(None, "--rate", help="Open loop: requests per second; inf sends all at once."),
-    burstiness: float = typer.Option(1.0, help="Open loop: shape of the Gamma-distributed gaps; 1 is Poisson."),
-    max_concurrency: int | None = typer.Option(None, help="Open loop: most requests in flight. The wait of the others counts."),
-    n_requests: int = typer.Option(64, "--requests", help="Requests to measure."),
+    request_rate: float | None = typer.Option(
+        None, "--rate", help="Open loop: requests (conversations, with --turns) per second; inf sends all at once."
+    ),
+    arrivals: str = typer.Option("poisson", help=f"Open loop: gaps between requests: {GAP_FORMS}; a shape below 1 is bursty."),
+    trace: Path | None = typer.Option(
+        None, help="Requests as recorded: Mooncake's .jsonl, with shared prefixes, or Azure's .csv."
+    ),
+    speed: float = typer.Option(1.0, help="Of the trace: so many times as fast as recorded."),
+    length_scale: float = typer.Option(1.0, help="Of the trace: so many times as many tokens, shared blocks included."),
+    clients: Path | None = typer.Option(
+        None,
+        help="TOML file of [[client]] tables, each with rate, arrivals, prompt_tokens, output_tokens, shared_prefix, turns.",
+    ),
+    sweep: str | None = typer.Option(
+        None,
+        help="The load at each of the rates R1,R2,... or at rates up to the server's knee: auto. One server, one run a rate.",
+    ),
+    max_concurrency: int | None = typer.Option(
+        None, help="Open loop: most conversations under way. The wait of the others counts."
+    ),
+    n_requests: int = typer.Option(64, "--requests", help="Requests to measure; of a trace the first ones."),
     warmup_requests: int = typer.Option(3, "--warmup", help="Requests that are sent before, one by one, and not measured."),
-    prompt_tokens: str = typer.Option("64", help="Length of prompts: N, or LEAST:MOST for lengths drawn uniformly."),
-    output_tokens: str = typer.Option("64", help="Length of outputs: N, or LEAST:MOST."),
+    prompt_tokens: str = typer.Option(
+        "64", help=f"Length of prompts: {LENGTH_FORMS}, or a sum of them with weights, W*FORM+..."
+    ),
+    output_tokens: str = typer.Option("64", help="Length of outputs, in the same forms."),
+    shared_prefix: int = typer.Option(0, help="Tokens that all prompts begin with, of their --prompt-tokens."),
+    turns: int = typer.Option(1, help="Turns of a conversation. Each prompt holds all before it and --prompt-tokens more."),
+    think_s: float = typer.Option(0.0, help="Seconds between an answer and the next turn."),
     endpoint: str = typer.Option("completions", help="completions or chat."),
     served_name: str | None = typer.Option(None, help="Model name to ask for. Default: the first that the server lists."),
     temperature: float = typer.Option(0.0, help="Sampling temperature; 0 is greedy."),
     stop_at_eos: bool = typer.Option(False, help="Let the model end answers early. For servers that do not know ignore_eos."),
     prompt_text: Path | None = typer.Option(None, help="Text file that prompts are cut from. Default: random words."),
+    same_prompts: bool = typer.Option(
+        False, help="Draw the words of prompts from --seed, too: a server may know them from the last run."
+    ),
     slo: str | None = typer.Option(None, help="Terms of goodput in seconds, such as ttft=0.5,tpot=0.05,e2e=10."),
-    seed: int = typer.Option(0, help="Seed of arrivals, lengths and prompts."),
+    seed: int = typer.Option(0, help="Seed of arrivals and lengths."),
     timeout_s: float = typer.Option(600.0, help="Seconds after which a request counts as failed."),
     api_key_file: Path | None = typer.Option(None, help="File whose first line is the API key to send."),
     lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests ask for them in turn."),
     engine: EngineSettings = FROM_OPTIONS,
+    each: list[str] = typer.Option(
+        [], help="Measure each of an engine option's values on a server of its own: OPTION=V1,V2 or OPTION=all. Repeatable."
+    ),
+    keep_late: bool = typer.Option(
+        False, help="Keep a run whose load generator was late, which is refused and recorded as failed otherwise."
+    ),
+    report: Path | None = typer.Option(None, help="HTML page to write."),
     output: Path | None = typer.Option(None, help="File for the raw times, one JSON line a request."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Send Poisson, bursty or closed-loop traffic: TTFT, TPOT, ITL, end to end, throughput, failures, goodput.
+    """Send closed-loop, Poisson, bursty, constant or recorded traffic: TTFT, TPOT, ITL, end to end, throughput, goodput.
 
+    Latencies count from when a request was due, and beside that from when it was sent. The planner predicts the same requests.
     The engine's options are those of the server that is started here. With --url they only shape the prediction.
     """
     from twostroke.bench.definitions import Slo
-    from twostroke.bench.engine_counters import FORMULAS as COUNTED
     from twostroke.bench.http_stream import Address
-    from twostroke.bench.load import LoadSpec, run_load
-    from twostroke.bench.own_server import own_server
-    from twostroke.bench.prediction import latency_quantiles, measured_values
+    from twostroke.bench.load_spec import LoadSpec
     from twostroke.bench.prompts import PromptMaker
+    from twostroke.bench.sweep import rates_of
+    from twostroke.cli.bench_loads import Target, measure_once, measure_sweep, variant_name, variants_of
     from twostroke.core.families import read_spec
-    from twostroke.planner.truth.drafts import drafts_seen
-    from twostroke.planner.truth.recording import recording
-    from twostroke.quantization.held import serving_shape
-    from twostroke.scheduling.sampling_params import SamplingParams
 
     if endpoint not in ("completions", "chat"):
         raise ConfigError(f"--endpoint {endpoint!r} is not known. Use completions or chat.")
@@ -88,19 +117,39 @@ def bench_serve(
         raise ConfigError(
             "--lora is for a server that is started here. Of a running one, name the adapter: --served-name NAME."
         )
+    if each and url is not None:
+        raise ConfigError("--each starts servers of its own. Leave out --url.")
+    rates = None if sweep is None else rates_of(sweep)
+    if rates is not None and (same_prompts or request_rate is not None):
+        raise ConfigError("--sweep sets the rates itself, and needs new prompts for each. Leave out --rate and --same-prompts.")
+    if rates is not None and output is not None:
+        raise ConfigError("--output holds the raw times of one load. Leave it out with --sweep; --json has each run.")
+    if each and output is not None:
+        raise ConfigError("--output holds the raw times of one load. Leave it out with --each; --json has each run.")
+    if rates is not None:
+        request_rate = math.inf
+    alone = users is None and request_rate is None and trace is None and clients is None
     load = LoadSpec(
         n_requests=n_requests,
         request_rate=request_rate,
-        burstiness=burstiness,
+        arrivals=arrivals,
         max_concurrency=max_concurrency,
-        users=8 if users is None and request_rate is None else users,
+        users=8 if alone else users,
+        trace=None if trace is None else str(trace),
+        speed=speed,
+        length_scale=length_scale,
+        clients=None if clients is None else str(clients),
         prompt_tokens=_lengths("--prompt-tokens", prompt_tokens),
         output_tokens=_lengths("--output-tokens", output_tokens),
+        shared_prefix=shared_prefix,
+        turns=turns,
+        think_s=think_s,
         endpoint="chat" if endpoint == "chat" else "completions",
         model=served_name,
         temperature=temperature,
         ignore_eos=not stop_at_eos,
         prompt_text=None if prompt_text is None else str(prompt_text),
+        same_prompts=same_prompts,
         warmup_requests=warmup_requests,
         seed=seed,
         timeout_s=timeout_s,
@@ -108,61 +157,60 @@ def bench_serve(
     )
     objective = None if slo is None else Slo.parse(slo)
     key = None if api_key_file is None else _first_key(api_key_file)
+    settings = variants_of(each, engine)
     directory = None if model is None else opened_model(model)
     spec = None if directory is None else read_spec(directory)
+    longest = load.workload.longest
     if spec is not None:
-        _check_context(spec, engine, load.prompt_tokens[1] + load.output_tokens[1])
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output {output} is a folder. Name a file.")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: the folder {output.parent} does not exist.")
+        _check_context(spec, engine, longest)
+    for option, file in (("--output", output), ("--report", report)):
+        if file is not None and file.is_dir():
+            raise ConfigError(f"{option} {file} is a folder. Name a file.")
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: the folder {file.parent} does not exist.")
     if url is not None:
         Address.parse(url)
     PromptMaker(text_file=prompt_text)  # refuses an unreadable file before a server starts
 
-    with contextlib.ExitStack() as stack:
-        server: dict[str, Any] = {}
-        if url is None:
-            assert directory is not None
-            log(f"starting a server for {directory}")
-            own = stack.enter_context(
-                own_server(directory, [*words(engine), *(f"--lora={name}={path}" for name, path in adapters.items())])
-            )
-            url, server = own.url, own.document
-            engine = replace(engine, dtype=own.dtype)  # the engine's choice, if --dtype left it to the engine
-        inputs: dict[str, Any] = {"url": url, "scheme": None}
-        if directory is not None:
-            inputs["directory"] = str(directory.resolve())
-        plan = None
-        if directory is not None and spec is not None:
-            sampling = SamplingParams(temperature=temperature).kinds
-            shape = serving_shape(
-                directory, spec, engine, sampling=sampling, speculation=drafts_seen(directory, engine.speculate)
-            )
-            inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
-            plan = functools.partial(_planned_load, spec, load, shape, adapters)
-        tokenizer = None
-        if directory is not None:
-            from twostroke.data.tokenizer import load_tokenizer
+    documents: list[dict[str, Any]] = []
+    texts: list[str] = []
+    failure: TwostrokeError | None = None
+    for variant in settings:
+        name = variant_name(variant, each)
+        try:
+            with contextlib.ExitStack() as stack:
+                target = stack.enter_context(Target(url, directory, spec, variant, adapters, key).running())
+                if rates is not None:
+                    found, document = measure_sweep(target, load, rates, objective, keep_late)
+                    texts.append(found.text())
+                    if found.knee_per_s is None:
+                        failure = TwostrokeError("no rate of the sweep counts: each was refused or completed nothing.")
+                else:
+                    result, document = measure_once(target, load, objective, stack, keep_late)
+                    texts.append("\n".join([result.text(), *compared(document["prediction"], document["measurement"])]))
+                    if output is not None:
+                        result.write_raw(output)
+                    if result.summary.n_completed == 0:
+                        reasons = ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
+                        failure = TwostrokeError(f"no request was completed: {reasons}")
+                    elif result.refusal is not None and not keep_late:
+                        failure = TwostrokeError(f"this run is refused: {result.refusal} --keep-late keeps it all the same.")
+        except TwostrokeError as error:
+            if not each:
+                raise
+            log(f"{name}: {error}")
+            document, failure = {"error": str(error)}, error
+            texts.append(f"not measured: {error}")
+        documents.append({"variant": name, **document} if each else document)
+    whole = {"variants": documents} if each else documents[0]
+    if report is not None:
+        from twostroke.report.load_page import write_load_page
 
-            tokenizer = load_tokenizer(directory)
-        subject = f"{directory.resolve().name if directory else url} over HTTP"
-        run = stack.enter_context(recording("bench", subject, {**inputs, **engine.changed(), **plain(load)}, plan, log))
-        with progress("load", load.n_requests) as advance, run.meter:
-            result = run_load(url, load, objective, key, tokenizer, progress=lambda ended, _: advance(ended, f"{ended} ended"))
-        measured = measured_values(result.summary, result.records)
-        why = dict.fromkeys(COUNTED, "the server has no /metrics of an engine of ours.") if not result.summary.engine else {}
-        kept = {**measured, "latency_quantiles": latency_quantiles(result.records)}
-        measured = run.spent(measured) | measured
-        run.measure(kept, "finished" if not result.summary.failures else "partial", why)
-    if output is not None:
-        result.write_raw(output)
-    document = plain(result) | {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured, "server": server}
-    emit(document, "\n".join([result.text(), *compared(run.prediction, measured)]), as_json)
-    if result.summary.n_completed == 0:
-        raise TwostrokeError(
-            "no request was completed: " + ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
-        )
+        log(f"wrote {write_load_page(report, whole)}")
+    shown = [f"{d['variant']}\n{text}" for d, text in zip(documents, texts, strict=True)] if each else texts
+    emit(whole, "\n\n".join(shown), as_json)
+    if failure is not None and (not each or all("error" in document for document in documents)):
+        raise failure
 
 
 @app.command(name="offline")
@@ -236,13 +284,14 @@ def _check_context(spec: ModelSpec, engine: EngineSettings, longest: int) -> Non
         )
 
 
-def _lengths(option: str, text: str) -> tuple[int, int]:
-    """``64`` → (64, 64), ``32:128`` → (32, 128)."""
-    least, separator, most = text.partition(":")
+def _lengths(option: str, text: str) -> tuple[int, int] | str:
+    """``64`` → (64, 64), ``32:128`` → (32, 128), another form as it is."""
     try:
-        return int(least), int(most if separator else least)
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} must be N or LEAST:MOST, in tokens.") from None
+        found = lengths_of(text)
+    except ConfigError as error:
+        what = repr(text) if repr(text) in str(error) else text
+        raise ConfigError(re.sub(r"^lengths ('.*?'|\S+)", lambda _: f"{option} {what:.100}", str(error))) from None
+    return (found.least, found.most) if isinstance(found, Uniform) else text
 
 
 def _first_key(file: Path) -> str:
@@ -254,17 +303,6 @@ def _first_key(file: Path) -> str:
     if not keys:
         raise ConfigError(f"API key file {file} holds no key. Write one key a line.")
     return keys[0]
-
-
-def _planned_load(spec: ModelSpec, load: LoadSpec, shape: ServingShape, adapters: Mapping[str, Path]) -> Planned:
-    from twostroke.bench.prediction import predict_load
-    from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.serving.adapters import adapters_in
-    from twostroke.planner.truth.recording import Planned
-
-    machine = load_hardware("this", "serve")
-    shape = replace(shape, adapters=adapters_in(adapters.values()))
-    return Planned(predict_load(spec, load, shape, machine), machine)
 
 
 def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters: Mapping[str, Path]) -> Planned:

@@ -338,13 +338,16 @@ def _memory_title(runs: Sequence[Run]) -> str:
 
 def latencies(run: Run | None) -> Plot | None:
     """The distribution of each latency of a load run, and the prediction of its median."""
-    if run is None:
-        return None
-    curves = _curves(run.measurement)
+    return None if run is None else latency_curves(run.measurement, run.prediction)
+
+
+def latency_curves(measurement: Mapping[str, Any], prediction: Mapping[str, Any]) -> Plot | None:
+    """The same of what was measured and predicted by the ledger's names."""
+    curves = _curves(measurement)
     if not curves:
         return None
     figure = go.Figure()
-    first_predicted = next((name for name in LATENCIES if name in curves and number_of(run.prediction.get(name))), "")
+    first_predicted = next((name for name in LATENCIES if name in curves and number_of(prediction.get(name))), "")
     for (name, label), colour in zip(LATENCIES.items(), TERMS, strict=False):
         if name not in curves:
             continue
@@ -357,7 +360,7 @@ def latencies(run: Run | None) -> Plot | None:
                 hovertemplate=f"{label}: %{{y:.3g}}% within %{{x:.3g}} ms<extra></extra>",
             )
         )  # fmt: skip
-        predicted = number_of(run.prediction.get(name))
+        predicted = number_of(prediction.get(name))
         if predicted:
             figure.add_trace(
                 go.Scatter(

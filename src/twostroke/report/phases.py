@@ -12,6 +12,7 @@ from twostroke.ledger.scoring import number_of
 from twostroke.ledger.store import Run
 from twostroke.planner.choosing.comparison import COLUMNS, Cell, Comparison, compare, merge_measured
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.serving.drawn import mean_length
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.text.format import format_quantity
 from twostroke.planner.training.shape import TrainingShape
@@ -47,9 +48,9 @@ def serving_shape_of(bench: Run) -> ServingShape:
         raise CorruptFileError(f"run {bench.run_id} cannot be planned again: {error!r} in its inputs.") from None
 
 
-def _mean(length: Sequence[int] | int) -> int:
-    """A length of the load, which is a number or the middle of two bounds."""
-    return length if isinstance(length, int) else round(sum(length) / len(length))
+def _mean(length: Sequence[int] | str | int) -> int:
+    """The mean of a load's lengths."""
+    return round(mean_length(length))
 
 
 def compare_runs(train: Run, bench: Run, others: Sequence[Run], hardware: Hardware, served_on: Hardware) -> Comparison:

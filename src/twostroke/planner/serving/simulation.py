@@ -88,10 +88,12 @@ class _Group:
 
 @dataclass
 class _Served:
-    """One answer as it goes through: when its first and its last known token came."""
+    """One answer as it goes through: what stands for its tokens, the arrival it is of, when its first and its last known
+    token came."""
 
     group: _Group
     number: int
+    index: int
     first_s: float = math.nan
     last_s: float = math.nan
     decodes: bool = False
@@ -153,7 +155,7 @@ def simulate(
         window=window,
         parts_of_pages=False,
     )
-    if not any(arrival.blocks or arrival.answers > 1 for arrival in workload.arrivals):
+    if not any(arrival.blocks or arrival.answers > 1 or arrival.after is not None for arrival in workload.arrivals):
         alone = replace(config, prefix_cache=False)
         found = _Run(workload, policy, alone, step_seconds, CountedPages(pages), front).to_the_end(one_by_one)
         if not found.preemptions:  # a preempted request finds its own pages again
@@ -175,6 +177,8 @@ class _Run:
         self.sent_s = 0.0  # when the last step's tokens came to their clients
         # arrivals
         self.places, self.next = workload.places, 0  # free places, the first arrival without one
+        self.followers = workload.followers  # of turns of conversations
+        self.first_turn = _first_turns(workload.arrivals)
         self.due: list[tuple[float, int]] = []  # a heap of those that have a place, by the time that they come
         self.coming: deque[tuple[float, float, int]] = deque()  # sent to the front end: when they are through, sent, which
         self.waiting: deque[tuple[float, int]] = deque()  # are through, and the scheduler would only queue them
@@ -200,12 +204,13 @@ class _Run:
     # -- arrivals
 
     def _take_places(self, free_s: float) -> None:
-        """Give free places to the next arrivals. In a closed loop one comes when its place is free; in an open one when it is
-        due, or later, where the client holds it back."""
+        """Give free places to the next conversations. In a closed loop one begins when its place is free; in an open one when
+        it is due, or later, where the client holds it back. Its later turns come in the same place."""
         arrivals = self.workload.arrivals
         while self.places and self.next < len(arrivals):
-            heappush(self.due, (max(free_s, arrivals[self.next].at_s), self.next))
-            self.places -= 1
+            if arrivals[self.next].after is None:
+                heappush(self.due, (max(free_s, arrivals[self.next].at_s), self.next))
+                self.places -= 1
             self.next += 1
 
     def _receive(self) -> None:
@@ -259,16 +264,20 @@ class _Run:
         if index == workload.warmup:
             self.began = replace(self.sums)
         params = self._params(arrival.output_tokens)
-        due_s = came_s if workload.users else arrival.at_s
+        due_s = came_s if workload.users or arrival.after is not None else arrival.at_s
+        talks = arrival.after is not None or index in self.followers
         group = _Group(arrival.answers, workload.reports(index), due_s)
         original = None
         for answer in range(arrival.answers):
             request = Request(f"{index}.{answer}", [TOKEN] * arrival.prompt_tokens, params, fork_of=original)
             if config.prefix_cache:
-                request.page_keys = _page_keys(arrival, index, workload.block_tokens, config.page_tokens)
+                first, known = self.first_turn[index], arrival.prompt_tokens
+                if talks and arrival.answers == 1:  # the next turn finds the answer, too
+                    known += arrival.output_tokens
+                request.page_keys = _page_keys(arrival, first, known, workload.block_tokens, config.page_tokens)
             self.scheduler.add(request)
             self.n_added += 1
-            self.served[request.id] = _Served(group, self.n_added)
+            self.served[request.id] = _Served(group, TOKEN if talks else self.n_added, index)
             original = original or request
         self.n_groups += 1
 
@@ -425,8 +434,13 @@ class _Run:
         self.sums.in_flight_s += self.sent_s - self.now
         if group.reported:
             times.add(group, self.sent_s)
+        free_s = self.sent_s + (self.workload.turnaround_s if self.workload.users else 0.0)
+        follower = self.followers.get(served.index)
+        if follower is not None:
+            heappush(self.due, (free_s + self.workload.arrivals[follower].at_s, follower))
+            return
         self.places += 1
-        self._take_places(self.sent_s + (self.workload.turnaround_s if self.workload.users else 0.0))
+        self._take_places(free_s)
 
     def _result(self) -> Simulated:
         times, scheduler, began, ended = self.times, self.scheduler, self.began, self.ended
@@ -452,11 +466,24 @@ class _Run:
         )
 
 
-def _page_keys(arrival: Arrival, index: int, block_tokens: int, page_tokens: int) -> list[bytes]:
-    """A name for each full page of a prompt: those of ``blocks`` are the same in every request, the others in this one only."""
-    a_block, keys = block_tokens // page_tokens, []
-    for page in range(arrival.prompt_tokens // page_tokens):
-        block, part = divmod(page, a_block) if a_block else (len(arrival.blocks), 0)
-        shared = block < len(arrival.blocks)
-        keys.append(b"%d/%d" % (arrival.blocks[block], part) if shared else b"%d:%d" % (index, page))
+def _first_turns(arrivals: Sequence[Arrival]) -> list[int]:
+    """The first turn of the conversation that each arrival is of."""
+    first: list[int] = []
+    for index, arrival in enumerate(arrivals):
+        first.append(index if arrival.after is None else first[arrival.after])
+    return first
+
+
+def _page_keys(arrival: Arrival, conversation: int, known: int, block_tokens: int, page_tokens: int) -> list[bytes]:
+    """A name for each full page of the first ``known`` tokens: those of ``blocks`` are the same in every request, the others in
+    this conversation only. A page that is in two blocks is named by both; blocks imply all before them."""
+    shared = len(arrival.blocks) * block_tokens
+    keys = []
+    for page in range(known // page_tokens):
+        begin, end = page * page_tokens, (page + 1) * page_tokens
+        if end <= shared:
+            blocks = arrival.blocks[begin // block_tokens], arrival.blocks[(end - 1) // block_tokens]
+            keys.append(b"%d/%d/%d" % (*blocks, begin % block_tokens))
+        else:
+            keys.append(b"%d:%d" % (conversation, page))
     return keys

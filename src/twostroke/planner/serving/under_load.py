@@ -22,6 +22,7 @@ from twostroke.core.checks import check_limit
 from twostroke.core.described import LeftOut
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.planner.money.cost import usd_per_million_tokens
+from twostroke.planner.serving.drawn import Lengths, Uniform
 from twostroke.planner.serving.http import http_front_end, step_beside_http_s, step_sharing_s, with_late_tokens
 from twostroke.planner.serving.load import Latency, closed_loop, several_servers_wait_s
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
@@ -29,7 +30,7 @@ from twostroke.planner.serving.policies import Policy, policy_of
 from twostroke.planner.serving.simulation import Simulated, simulate
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.strategy import Chunk
-from twostroke.planner.serving.workload import Lengths, Uniform, Workload
+from twostroke.planner.serving.workload import Workload
 
 MAX_SAMPLED_BATCH = 2**14
 CLOSE = 1e-6
