@@ -73,7 +73,7 @@ class CompletionAnswer:
             lists: Any = None
             if self._n_top is not None:
                 columns = len(responses.CompletionLogprobs.__struct_fields__)
-                lists = responses.CompletionLogprobs(*await _json_lists(self._lists(choice, mine), columns, self._building))
+                lists = responses.CompletionLogprobs(*await json_lists(self._lists(choice, mine), columns, self._building))
             text = (choice.prompt.text if self._echo else "") + "".join(delta.text for delta in mine)
             made = ENCODER.encode(responses.CompletionChoice(choice.index, text, lists, mine[-1].finish_reason))
             parts += [b",", made]
@@ -90,11 +90,11 @@ class CompletionAnswer:
         offset, prompt = 0, choice.prompt
         if self._echo:
             scores, offset = (None, *choice.scores), len(prompt.text)
-            for part in _slices(len(prompt.ids), self._n_top):
+            for part in slices(len(prompt.ids), self._n_top):
                 made = CompletionLogprobs(self._text)
                 made.add_prompt(prompt.ids[part], scores[part], prompt.offsets[part], self._n_top or 0)
                 yield made.columns
-        for part in _slices(len(deltas), self._n_top):
+        for part in slices(len(deltas), self._n_top):
             made = CompletionLogprobs(self._text)
             for delta in deltas[part]:
                 made.add(delta.token_ids, delta.logprobs or (), offset)
@@ -153,7 +153,7 @@ class ChatAnswer:
         for choice, mine in zip(g.choices, deltas, strict=True):
             logprobs: Any = None
             if self._n_top is not None:
-                logprobs = responses.ChatLogprobs(*await _json_lists(self._contents(mine), 1, self._building))
+                logprobs = responses.ChatLogprobs(*await json_lists(self._contents(mine), 1, self._building))
             message, finish = self._message(mine)
             parts += [b",", ENCODER.encode(responses.ChatChoice(choice.index, message, finish, logprobs))]
         document = responses.ChatCompletion(g.id, g.created, g.model, [], g.usage, system_fingerprint=g.fingerprint)
@@ -164,7 +164,7 @@ class ChatAnswer:
         return [*whole[:-1], *_with_prompt_scores(whole[-1], scores)]
 
     def _contents(self, deltas: Sequence[TextDelta]) -> Iterator[Sequence[Sequence[Any]]]:
-        for part in _slices(len(deltas), self._n_top):
+        for part in slices(len(deltas), self._n_top):
             made = [chat_logprobs(self._text, delta.token_ids, delta.logprobs) for delta in deltas[part]]
             yield [[entry for logprobs in made if logprobs is not None for entry in logprobs.content]]
 
@@ -185,7 +185,7 @@ class ScoreAnswer:
             if len(choice.scores) < len(tokens):
                 raise ApiError(408, "the scores were not computed within timeout_s.", "timeout_s", "timeout")
             scored = list(zip(tokens, choice.scores, strict=True))
-            lists: list[Any] = await _json_lists(self._columns(scored), 3, self._building)
+            lists: list[Any] = await json_lists(self._columns(scored), 3, self._building)
             total = math.fsum(finite(entry.logprob) for _, entry in scored)
             greedy = all(entry.top[0][0] == token for token, entry in scored)
             parts += [b",", ENCODER.encode(responses.Score(choice.index, total, greedy, *lists))]
@@ -194,7 +194,7 @@ class ScoreAnswer:
 
     def _columns(self, scored: Sequence[tuple[int, wire.TokenLogprobs]]) -> Iterator[Sequence[Sequence[Any]]]:
         """Ids, texts and log-probabilities of the tokens, slice by slice."""
-        for part in _slices(len(scored), 1):
+        for part in slices(len(scored), 1):
             ids = [token for token, _ in scored[part]]
             yield ids, [self._text.token_text(i) for i in ids], [finite(entry.logprob) for _, entry in scored[part]]
 
@@ -219,13 +219,13 @@ async def whole_answer(answer: Answer) -> list[bytes]:
     return await answer.whole(deltas)
 
 
-def _slices(n: int, n_top: int | None) -> Iterator[slice]:
+def slices(n: int, n_top: int | None) -> Iterator[slice]:
     """Ranges of ``n`` tokens that together have `SLICE_ENTRIES` log-probabilities."""
     size = max(1, SLICE_ENTRIES // ((n_top or 0) + 1))
     return (slice(at, at + size) for at in range(0, n, size))
 
 
-async def _json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: LoopTurns) -> list[Any]:
+async def json_lists(slices: Iterable[Sequence[Sequence[Any]]], n: int, building: LoopTurns) -> list[Any]:
     """``n`` lists as `msgspec.Raw`. Their slices are made one at a time, and of all answers together one a turn of the loop."""
     lists: list[list[bytes]] = [[] for _ in range(n)]
     waiting = iter(slices)
@@ -243,8 +243,8 @@ async def _prompt_scores(text: Any, choice: Choice, n_top: int, building: LoopTu
     """vLLM's ``prompt_logprobs`` of a choice's prompt."""
     ids = choice.prompt.ids
     scores: tuple[wire.TokenLogprobs | None, ...] = (None, *choice.scores)
-    made = ([prompt_logprobs(text, ids[part], scores[part], n_top)] for part in _slices(len(ids), n_top))
-    return bytes((await _json_lists(made, 1, building))[0])
+    made = ([prompt_logprobs(text, ids[part], scores[part], n_top)] for part in slices(len(ids), n_top))
+    return bytes((await json_lists(made, 1, building))[0])
 
 
 def _with_prompt_scores(made: bytes, scores: bytes) -> list[bytes]:

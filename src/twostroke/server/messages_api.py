@@ -6,26 +6,28 @@ does not do is refused by name.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Request, Response
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from twostroke.scheduling.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from twostroke.server import protocol
 from twostroke.server.answers import ENCODER
 from twostroke.server.errors import ApiError, anthropic_body, bad_request
-from twostroke.server.service import Generation, Service, TextDelta
+from twostroke.server.item_answers import Change, Item, ItemAnswer, renamed
+from twostroke.server.service import Service
+from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tokens_api import chat_ids
+from twostroke.server.tool_answers import finish_of
+from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
 from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-    "output_config": ({},),
     "output_format": (),
     "cache_control": ({"type": "ephemeral"},),
     "container": (),
@@ -37,7 +39,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Anthropic's other fields, with the values (besides null) that change nothing."""
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+CHAT_NAMES = (
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function\.", r"tools[\1]."),
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+)
+"""Fields of the chat request in its errors, and what they are called here."""
 
 
 class CacheControl(Struct, forbid_unknown_fields=True):
@@ -47,19 +56,112 @@ class CacheControl(Struct, forbid_unknown_fields=True):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
+class Caller(Struct, forbid_unknown_fields=True):
+    type: Literal["direct"]
+
+
+class Block(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
     cache_control: CacheControl | None = None
+
+
+class TextBlock(Block, tag="text", kw_only=True):
+    text: str
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-Content = str | list[TextBlock]
+class ToolUseBlock(Block, tag="tool_use", kw_only=True):
+    """A call that the model made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Caller | None = None
+
+
+class ToolResultBlock(Block, tag="tool_result", kw_only=True):
+    """What a call gave. With ``is_error`` the model reads "Error: " before it."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Block, tag="thinking", kw_only=True):
+    """Reasoning of the model. Its signature is not looked at."""
+
+    thinking: str
+    signature: str | None = None
+
+
+Texts = str | list[TextBlock]
 
 
 class InputMessage(Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
-    content: Content
+    content: str | list[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock]
+
+
+class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """With ``strict`` calls always have the schema's form, without it if they are required."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    input_schema: Raw
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class Choice(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    pass
+
+
+class SomeChoice(Choice, kw_only=True):
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(SomeChoice, tag="auto", kw_only=True):
+    pass
+
+
+class AnyChoice(SomeChoice, tag="any", kw_only=True):
+    pass
+
+
+class ToolChoice(SomeChoice, tag="tool", kw_only=True):
+    name: str
+
+
+class NoChoice(Choice, tag="none", kw_only=True):
+    pass
+
+
+class ThinkingOn(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
+    """``budget_tokens`` is not a limit: ``max_tokens`` is, for the reasoning and the rest together."""
+
+    budget_tokens: protocol.Positive
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingAdaptive(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingOff(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
+    pass
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: Raw
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
@@ -67,11 +169,15 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 
 class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/messages/count_tokens``: how many tokens the model reads of these messages."""
+    """``POST /v1/messages/count_tokens``: how many tokens the model reads of these messages and tools."""
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=4096)]
-    system: Content | None = None
+    system: Texts | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
+    thinking: ThinkingOn | ThinkingAdaptive | ThinkingOff | None = None
+    output_config: OutputConfig | None = None
 
     def as_chat(self) -> protocol.ChatRequest:
         """The same as a chat request. Raises ApiError 400."""
@@ -81,9 +187,51 @@ class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             raise bad_request(
                 f"{where}: the last message must be the user's. An answer that was begun is not continued.", where
             )
-        system = [] if self.system is None else [protocol.Message(role="system", content=_text(self.system))]
-        messages = [protocol.Message(role=message.role, content=_text(message.content)) for message in self.messages]
-        return protocol.ChatRequest(model=self.model, messages=[*system, *messages])
+        messages = [] if self.system is None else [protocol.Message(role="system", content=_text(self.system))]
+        called: set[str] = set()
+        for i, message in enumerate(self.messages):
+            if isinstance(message.content, str):
+                messages.append(protocol.Message(role=message.role, content=message.content))
+            elif message.role == "user":
+                messages += _of_user(message.content, f"messages[{i}].content", called)
+            else:
+                messages.append(_of_assistant(message.content, f"messages[{i}].content", called))
+        chat = protocol.ChatRequest(model=self.model, messages=messages)
+        self._add_tools(chat)
+        config = self.output_config
+        if config is not None:
+            chat.reasoning_effort = "xhigh" if config.effort == "max" else config.effort
+            if config.format is not None:
+                schema = JsonSchemaFormat(name="answer", schema_=config.format.schema)
+                chat.response_format = ResponseFormat("json_schema", schema)
+        chat.chat_template_kwargs = protocol.TemplateVariables(self.thinks)
+        return chat
+
+    @property
+    def thinks(self) -> bool:
+        return not isinstance(self.thinking, ThinkingOff | None)
+
+    def _add_tools(self, chat: protocol.ChatRequest) -> None:
+        choice = self.tool_choice
+        if not self.tools:
+            if isinstance(choice, AnyChoice | ToolChoice):
+                raise bad_request("tool_choice needs tools.", "tool_choice")
+            return
+        if isinstance(choice, NoChoice):
+            return
+        chat.tools = [
+            Tool("function", Function(
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict,
+            ))
+            for tool in self.tools
+        ]  # fmt: skip
+        if choice is None:
+            return
+        chat.parallel_tool_calls = not choice.disable_parallel_tool_use
+        if isinstance(choice, ToolChoice):
+            chat.tool_choice = NamedChoice("function", FunctionName(choice.name))
+        else:
+            chat.tool_choice = "required" if isinstance(choice, AnyChoice) else "auto"
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -101,14 +249,67 @@ class MessagesRequest(CountRequest, kw_only=True):
     metadata: Metadata | None = None
 
     def as_chat(self) -> protocol.ChatRequest:
+        if isinstance(self.thinking, ThinkingOn) and self.thinking.budget_tokens >= self.max_tokens:
+            raise bad_request(
+                f"thinking.budget_tokens={self.thinking.budget_tokens} must be less than max_tokens={self.max_tokens}, which "
+                "limits the reasoning and the rest together.",
+                "thinking.budget_tokens",
+            )
         chat = super().as_chat()
         chat.max_tokens, chat.stop, chat.stream = self.max_tokens, self.stop_sequences, self.stream
         chat.temperature, chat.top_p, chat.top_k = self.temperature, self.top_p, self.top_k
         return chat
 
 
-def _text(content: Content) -> str:
+def _text(content: Texts) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _of_user(blocks: Sequence[Block], where: str, called: set[str]) -> list[protocol.Message]:
+    """A user's blocks: texts that follow each other are one message, and each result of a call is one."""
+    found: list[protocol.Message] = []
+    texts: list[str] = []
+    for i, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolResultBlock):
+            if block.tool_use_id not in called:
+                param = f"{where}[{i}].tool_use_id"
+                raise bad_request(f"{param}={block.tool_use_id!r:.60} names no tool_use of a message before it.", param)
+            if texts:
+                found.append(protocol.Message(role="user", content="".join(texts)))
+                texts = []
+            text = ("Error: " if block.is_error else "") + _text(block.content or "")
+            found.append(protocol.Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+        else:
+            raise _not_here(block, f"{where}[{i}]", "user")
+    if texts or not found:
+        found.append(protocol.Message(role="user", content="".join(texts)))
+    return found
+
+
+def _of_assistant(blocks: Sequence[Block], where: str, called: set[str]) -> protocol.Message:
+    message = protocol.Message(role="assistant")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for i, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            called.add(block.id)
+            message.tool_calls = [*(message.tool_calls or ()), Call(block.id, CalledFunction(block.name, block.input))]
+        else:
+            raise _not_here(block, f"{where}[{i}]", "assistant")
+    message.content = "".join(texts)
+    message.reasoning_content = "\n".join(thoughts) or None
+    return message
+
+
+def _not_here(block: Block, where: str, role: str) -> ApiError:
+    kind = msgspec.inspect.type_info(type(block)).tag  # type: ignore[attr-defined]
+    return bad_request(f"{where}.type={kind!r} cannot stand in a message of the role {role!r}.", f"{where}.type")
 
 
 def parse_count(body: bytes) -> CountRequest:
@@ -121,47 +322,50 @@ def parse_messages(body: bytes) -> MessagesRequest:
     return request
 
 
-class MessageAnswer:
-    """Turns the text deltas of a chat with one answer into Anthropic's message, whole or as events."""
+class MessageAnswer(ItemAnswer):
+    """Turns the items of a chat's answer into Anthropic's message, whole or as events. A whole message has no call that was cut
+    off, whose ``input`` would be no object; a stream has begun it before."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        self._id = f"msg_{generation.id.rpartition('-')[2]}"
+    def beginning(self) -> bytes:
+        return _event("message_start", message=self._message([], None)) + _event("ping")
 
-    async def whole(self, deltas: list[list[TextDelta]]) -> list[bytes]:
-        (mine,) = deltas
-        content = [{"type": "text", "text": "".join(delta.text for delta in mine)}]
-        return [ENCODER.encode(self._message(content, mine[-1].finish_reason))]
+    async def event(self, change: Change) -> bytes:
+        index, kind = change.item.index, change.item.kind
+        if change.what == "begun":
+            return _event("content_block_start", index=index, content_block=_block(change.item, {}))
+        if change.what == "gained":
+            if not change.text:
+                return b""
+            delta = {
+                "text": {"type": "text_delta", "text": change.text},
+                "reasoning": {"type": "thinking_delta", "thinking": change.text},
+                "call": {"type": "input_json_delta", "partial_json": change.text},
+            }[kind]
+            return _event("content_block_delta", index=index, delta=delta)
+        signed = b""
+        if kind == "reasoning":
+            signed = _event("content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""})
+        return signed + _event("content_block_stop", index=index)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events. An error after the first one becomes the last one."""
-        begun = False
-        try:
-            async for delta in self.generation.deltas():
-                if not begun:
-                    begun = True
-                    yield self._beginning()
-                if delta.text:
-                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
-                if delta.finish_reason is not None:
-                    yield self._end(delta.finish_reason)
-        except ApiError as error:
-            if not begun:
-                raise
-            yield _event(**anthropic_body(error))
+    async def end(self, finish_reason: str) -> bytes:
+        ended = _event("message_delta", delta=self._ended(finish_reason), usage=self._usage())
+        return ended + _event("message_stop")
 
-    def _beginning(self) -> bytes:
-        start = _event("message_start", message=self._message([], None))
-        return start + _event("content_block_start", index=0, content_block={"type": "text", "text": ""}) + _event("ping")
+    async def failure(self, error: ApiError) -> bytes:
+        return _event(**anthropic_body(error))
 
-    def _end(self, finish_reason: str) -> bytes:
-        delta = self._ended(finish_reason)
-        ended = _event("message_delta", delta=delta, usage=self._usage())
-        return _event("content_block_stop", index=0) + ended + _event("message_stop")
+    async def document(self, finish_reason: str) -> bytes:
+        blocks = []
+        for item in self.items:
+            given = _object(item.text) if item.kind == "call" else {}
+            if given is not None:
+                blocks.append(_block(item, given, item.text))
+        return ENCODER.encode(self._message(blocks or [_block(Item(0, "text"), {})], finish_reason))
 
-    def _message(self, content: list[dict[str, str]], finish_reason: str | None) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
         g = self.generation
-        named = {"id": self._id, "type": "message", "role": "assistant", "model": g.model, "content": content}
+        name = f"msg_{g.id.rpartition('-')[2]}"
+        named = {"id": name, "type": "message", "role": "assistant", "model": g.model, "content": content}
         return named | self._ended(finish_reason) | {"usage": self._usage(), "system_fingerprint": g.fingerprint}
 
     def _ended(self, finish_reason: str | None) -> dict[str, str | None]:
@@ -171,7 +375,7 @@ class MessageAnswer:
         detokenizer = self.generation.choices[0].detokenizer
         if detokenizer.stopped:
             return {"stop_reason": "stop_sequence", "stop_sequence": detokenizer.stop_string}
-        return {"stop_reason": STOP_REASONS[finish_reason], "stop_sequence": None}
+        return {"stop_reason": STOP_REASONS[finish_of(self._reader, finish_reason) or ""], "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """``input_tokens`` are those that were not cached."""
@@ -184,14 +388,43 @@ class MessageAnswer:
         }
 
 
+def _object(arguments: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _block(item: Item, given: dict[str, Any], text: str = "") -> dict[str, Any]:
+    if item.kind == "call":
+        return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": given}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
 def _event(type: str, **fields: Any) -> bytes:
     return b"event: " + type.encode() + b"\ndata: " + ENCODER.encode({"type": type} | fields) + b"\n\n"
+
+
+def _require_thinking(service: Service, asked: CountRequest) -> None:
+    if asked.thinks and not service.text.reasons:
+        raise bad_request(
+            "thinking is not supported with this model: its chat template shows no reasoning. Leave it out.",
+            "thinking",
+            "unsupported_value",
+        )
 
 
 async def messages(service: Service, request: Request) -> Response:
     started, client = time.perf_counter(), client_of(service, request)
     asked = await service.parse(parse_messages, await read_body(request, service.incoming), client)
-    answer = MessageAnswer(await service.chat(asked.as_chat(), started, client))
+    _require_thinking(service, asked)
+    try:
+        answer = MessageAnswer(await service.chat(asked.as_chat(), started, client, always_objects=True))
+    except ApiError as error:
+        raise renamed(error, CHAT_NAMES) from None
     if asked.stream:
         return await respond_streaming(request, answer.generation, answer.events())
     return await respond(request, answer, service.outgoing)
@@ -201,8 +434,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
     client = client_of(service, request)
     asked = await service.parse(parse_count, await read_body(request, service.incoming), client)
     service.require_model(asked.model)
+    _require_thinking(service, asked)
     with service.place():
-        ids = await chat_ids(service, asked.as_chat(), client)
+        try:
+            ids = await chat_ids(service, asked.as_chat(), client)
+        except ApiError as error:
+            raise renamed(error, CHAT_NAMES) from None
     return Response(ENCODER.encode({"input_tokens": len(ids)}), media_type="application/json")
 
 

@@ -131,7 +131,8 @@ def _inline(schema: Any, components: dict[str, Any]) -> Any:
     if isinstance(schema, dict):
         if "$ref" in schema:
             return _inline(components[schema["$ref"].rpartition("/")[2]], components)
-        return {key: _inline(value, components) for key, value in schema.items()}
+        # A discriminator names schemas that are written out here.
+        return {key: _inline(value, components) for key, value in schema.items() if key != "discriminator"}
     if isinstance(schema, list):
         return [_inline(item, components) for item in schema]
     return schema

@@ -203,6 +203,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: Any = None
     function_call: Any = None
     annotations: Any = None
@@ -214,8 +215,17 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
         return message | {name: value for name, value in optional.items() if value is not None}
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class TemplateVariables(Struct, forbid_unknown_fields=True):
+    """``enable_thinking``: whether the model writes its reasoning before the answer, if its template lets that be chosen."""
+
+    enable_thinking: bool | None = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -228,12 +238,17 @@ class ChatRequest(CommonRequest, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @property
-    def template_variables(self) -> dict[str, str]:
+    def template_variables(self) -> dict[str, Any]:
         """What the chat template may read beside the messages. A template that does not use it renders the same."""
-        return {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort, given = self.reasoning_effort, self.chat_template_kwargs
+        found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if given is not None and given.enable_thinking is not None:
+            found["enable_thinking"] = given.enable_thinking
+        return found
 
     @property
     def asked(self) -> int | None:
@@ -365,9 +380,10 @@ def require_texts(messages: list[Message]) -> None:
         if (message.tool_call_id is None) == (message.role == "tool"):
             param = f"messages[{i}].tool_call_id"
             raise bad_request(f"{param} must be given with the role tool, and with no other.", param, "invalid_value")
-        if message.tool_calls and message.role != "assistant":
-            param = f"messages[{i}].tool_calls"
-            raise bad_request(f"{param} are an assistant's; this message's role is {message.role}.", param, "invalid_value")
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(message, name) and message.role != "assistant":
+                param = f"messages[{i}].{name}"
+                raise bad_request(f"{param} is an assistant's; this message's role is {message.role}.", param, "invalid_value")
         for j, call in enumerate(message.tool_calls or ()):
             call.read_arguments(f"messages[{i}].tool_calls[{j}]")
         for name, neutral in NEUTRAL_IN_MESSAGES.items():

@@ -125,6 +125,7 @@ class ChatMessage(Struct):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChoice(Struct):
@@ -149,6 +150,7 @@ class ChatDelta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(Struct):

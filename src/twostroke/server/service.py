@@ -26,9 +26,11 @@ from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission
 from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
+from twostroke.server.reasoning import ReasoningFormat
 from twostroke.server.served import Answer, Served
 from twostroke.server.structured import Forms, constraint_of
 from twostroke.server.text import ModelText, tokenizer_failed
+from twostroke.server.tool_calls import CallFormat
 from twostroke.server.tools import AskedTools, tools_of
 from twostroke.server.turns import LoopTurns, Turns
 
@@ -253,14 +255,16 @@ class Service:
             raise
         return generation
 
-    async def chat(self, request: protocol.ChatRequest, started: float, client: str = "") -> Generation:
-        """Hand the conversation to the engine as one prompt. Raises ApiError, after which the engine does not hold it."""
+    async def chat(
+        self, request: protocol.ChatRequest, started: float, client: str = "", always_objects: bool = False
+    ) -> Generation:
+        """Hand the conversation to the engine as one prompt. ``always_objects``: arguments of calls must be objects in JSON.
+        Raises ApiError, after which the engine does not hold it."""
         self.require_model(request.model)
         self._check_tokens(request)
         generation = Generation(self, "chatcmpl", request, 1, started, client)
         try:
-            parallel = request.parallel_tool_calls is not False
-            tools = tools_of(request.tools, request.tool_choice, parallel, self.text.call_format, self.text.special_id)
+            tools = self.asked_tools(request, always_objects)
             text, special = await self.rendered(request, client, tools)
             (ids,) = await self._encode([text], request, special, "messages", client)
             ids = ids[-(request.truncate_prompt_tokens or 0) :]
@@ -272,14 +276,25 @@ class Service:
                 room = min(room, MAX_SCORES // 2 // ((logprobs + 1) * (request.n or 1)))
             params = request.sampling(max(1, room if asked is None else asked), logprobs, request.prompt_logprobs)
             await self._require_form(request, client)
+            free = params.constraint is None and (tools is None or not tools.must)
             if tools is not None:
                 params = await tools.applied(params, self.forms, client)
+                generation.call_format = tools.form
+            generation.reasoning = self.text.reasoning_after(text) if free else None  # a form has no room for it
+            if generation.reasoning is not None and self.text.special_id(generation.reasoning.end) is not None:
+                params = replace(params, skip_special_tokens=False)
             _require_few(_scores_of(ids, params, False, bool(request.stream)))
             generation.submit(Prompt(ids), params, silent=asked == 0)
         except BaseException:
             generation.close()
             raise
         return generation
+
+    def asked_tools(self, request: protocol.ChatRequest, always_objects: bool = False) -> AskedTools | None:
+        """See `tools_of`. Raises ApiError 400."""
+        parallel = request.parallel_tool_calls is not False
+        form, special = self.text.call_format, self.text.special_id
+        return tools_of(request.tools, request.tool_choice, parallel, form, special, always_objects)
 
     async def rendered(
         self, request: protocol.ChatRequest, client: str = "", tools: AskedTools | None = None
@@ -441,6 +456,8 @@ class Generation:
         self.created = int(time.time())
         self.fingerprint = service.fingerprint
         self.says_cached = True  # how much of the prompts was cached, which other requests decide
+        self.reasoning: ReasoningFormat | None = None  # how the answers' reasoning and calls are written, if they may have any
+        self.call_format: CallFormat | None = None
         self.prompt_tokens = 0
         self.choices: list[Choice] = []
         self.reasons: Counter[str] = Counter()  # why choices ended

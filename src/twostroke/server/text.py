@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from twostroke.data.pairs import PairEncoder
 from twostroke.data.tokenizer import library_error, load_tokenizer
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.server.errors import ApiError, bad_request
+from twostroke.server.reasoning import ReasoningFormat, reasoning_of
 from twostroke.server.tool_calls import format_of
 from twostroke.server.turns import Turns
 
@@ -39,6 +41,7 @@ class ModelText:
         source, self._template_variables = read_chat_template(directory)
         self.has_template = source is not None
         self.call_format = format_of(source)
+        self._reasoning = reasoning_of(source)
         self._template = ChatTemplate(source)
         self._template.start()
         decoder = self.tokenizer.decoder
@@ -113,6 +116,16 @@ class ModelText:
             return await self._rendering.run(client, lambda: self._template.render(messages, **known))
         except InputError as error:
             raise bad_request(str(error), "messages") from None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the chat template knows of reasoning."""
+        return self._reasoning is not None
+
+    def reasoning_after(self, prompt: str) -> ReasoningFormat | None:
+        """How the model writes its reasoning behind ``prompt``, a rendered conversation; None for one that writes none."""
+        form = self._reasoning
+        return form and replace(form, opened=prompt.rstrip().endswith(form.begin))
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that ``text`` is, if it is one."""

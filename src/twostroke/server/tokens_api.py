@@ -95,7 +95,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 async def chat_ids(service: Service, request: protocol.ChatRequest, client: str) -> list[int]:
     """The tokens of a conversation. Raises ApiError 400."""
-    text, special = await service.rendered(request, client)
+    text, special = await service.rendered(request, client, service.asked_tools(request))
     (ids,) = await service.text.encode([text], "messages", special, client)
     return ids
 

@@ -57,15 +57,28 @@ class CallDelta:
 
 @dataclass
 class Found:
-    """What an answer gained: text beside calls, and calls."""
+    """What an answer gained, in its order: text beside calls, and calls."""
 
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    pieces: list[str | CallDelta] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [piece for piece in self.pieces if isinstance(piece, CallDelta)]
+
+    def say(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)
 
     def _of(self, index: int) -> CallDelta:
-        if not self.calls or self.calls[-1].index != index:
-            self.calls.append(CallDelta(index))
-        return self.calls[-1]
+        last = self.pieces[-1] if self.pieces else None
+        if not isinstance(last, CallDelta) or last.index != index:
+            last = CallDelta(index)
+            self.pieces.append(last)
+        return last
 
     def begin(self, index: int, name: str) -> None:
         call = self._of(index)
@@ -101,7 +114,7 @@ class CallReader:
         at = 0
         while at < len(text):
             if self._read == self._rest or (self._read == self._text and not self._held and self._plain(text, at)):
-                found.content += text[at:]
+                found.say(text[at:])
                 break
             self._read(text[at], found)
             at += 1
@@ -115,7 +128,7 @@ class CallReader:
         if self._object is not None and self._object.begun:
             return found
         if self._held.strip(_SPACE) or not self.n_calls:
-            found.content = self._held
+            found.say(self._held)
         self._held = ""
         return found
 
@@ -129,13 +142,13 @@ class CallReader:
         before = self._form.before
         if self._held.endswith(before):
             kept = len(self._held[: -len(before)].rstrip(_SPACE))
-            found.content += self._held[:kept]
+            found.say(self._held[:kept])
             self._held, self._read = self._held[kept:], self._open
             return
         n = next(n for n in range(min(len(before), len(self._held)), -1, -1) if self._held.endswith(before[:n]))
         kept = len(self._held) - n
         kept = len(self._held[:kept].rstrip(_SPACE))
-        found.content += self._held[:kept]
+        found.say(self._held[:kept])
         self._held = self._held[kept:]
 
     def _start(self, character: str, found: Found) -> None:
@@ -200,7 +213,7 @@ class CallReader:
             self._give_up(found)
 
     def _rest(self, character: str, found: Found) -> None:
-        found.content += character
+        found.say(character)
 
     def _give_up(self, found: Found) -> None:
         """What was held is content, and so is what follows, up to the next ``before``."""
@@ -209,11 +222,11 @@ class CallReader:
         if self._form.before:
             self._read = self._text
             first = 1 + len(held) - len(held.lstrip(_SPACE))
-            found.content += held[:first]
+            found.say(held[:first])
             self._again = held[first:]  # it may hold the beginning of a call
         else:
             self._read = self._rest
-            found.content += held
+            found.say(held)
 
 
 _INSIDE, _ENDED, _BROKEN = "inside", "ended", "broken"

@@ -83,14 +83,15 @@ class Call(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class AskedTools:
-    """The tools that a model may or must call, in the ``form`` in which it writes calls. ``constraint`` is that of the whole
-    answer, if it has one, and ``checked`` the same without ids of special tokens."""
+    """The tools that a model may or with ``must`` has to call, in the ``form`` in which it writes calls. ``constraint`` is that
+    of the whole answer, if it has one, and ``checked`` the same without ids of special tokens."""
 
     tools: list[Tool]
     form: CallFormat
     constraint: Constraint | None
     checked: Constraint | None
     keeps_special: bool
+    must: bool = False
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -127,9 +128,11 @@ def tools_of(
     parallel: bool,
     form: CallFormat | None,
     special: Callable[[str], int | None],
+    always_objects: bool = False,
 ) -> AskedTools | None:
     """What a request's tools ask for; None without any. ``form`` is that of the model's calls, if its template shows it tools.
-    ``special`` gives the id of a special token, else None. Raises ApiError 400."""
+    ``special`` gives the id of a special token, else None. With ``always_objects`` the arguments of a call are always an
+    object in JSON, which else holds only for tools of which the request asks it. Raises ApiError 400."""
     if not tools or choice == "none":
         if not tools and choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools.", "tool_choice")
@@ -152,7 +155,7 @@ def tools_of(
         callable_tools, must = tools, choice == "required"
     ids = {mark: special(mark) for mark in (form.before, form.after) if mark}
     constraint = checked = None
-    if must or any(tool.function.strict for tool in tools):
+    if must or always_objects or any(tool.function.strict for tool in tools):
         try:
             constraint, checked = (
                 Constraint.grammar(_grammar(callable_tools, form, must, parallel, marks))
@@ -160,7 +163,7 @@ def tools_of(
             )
         except InputError:
             raise bad_request(f"tools are longer than the {MAX_CHARACTERS} characters that are allowed.", "tools") from None
-    return AskedTools(tools, form, constraint, checked, any(id is not None for id in ids.values()))
+    return AskedTools(tools, form, constraint, checked, any(id is not None for id in ids.values()), must)
 
 
 def _require_usable(tools: list[Tool]) -> None:
