@@ -7,6 +7,7 @@ Run as a program, it takes the arguments of the real one. Some prompts make it m
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -60,6 +61,7 @@ class Running:
     params: Any
     client: str = ""
     n_output: int = 0
+    script: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -68,6 +70,7 @@ class EchoEngine:
     steps: int = 0
     output_tokens: int = 0
     step_s: float = 0.0
+    say: Path | None = None
     adapters: dict[str, Path] = field(default_factory=dict)
 
     def prepare(self, params: Any) -> None:
@@ -108,6 +111,8 @@ class EchoEngine:
             self.requests[request_id, i] = Running(
                 [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)], params, client
             )
+            if self.say is not None and self.say.exists():
+                self.requests[request_id, i].script = json.loads(self.say.read_text())
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         for name in [name for name in self.requests if name[0] == request_id and index in (None, name[1])]:
@@ -138,10 +143,14 @@ class EchoEngine:
             if first == SLOW:
                 time.sleep(0.05)
             token = (request.tokens[-1] + 1) % (VOCAB - 10)
+            if request.script:
+                token = request.script[request.n_output]
             request.tokens.append(token)
             request.n_output += 1
             self.output_tokens += 1
             finish = "length" if request.n_output >= request.params.max_tokens else None
+            if request.n_output == len(request.script):
+                finish = "stop"
             logprobs = None
             if request.params.logprobs is not None:
                 top = [(i, -1.0 - i) for i in range(request.params.logprobs)]
@@ -169,6 +178,7 @@ def main() -> int:
     parser.add_argument("--load-error", choices=("input", "crash", "exit"))
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--step-s", type=float, default=0.001)
+    parser.add_argument("--say", type=Path, help="a file of token ids: while it is there, every answer is these")
     args = parser.parse_args()
 
     def load() -> tuple[EchoEngine, wire.Ready]:
@@ -179,7 +189,9 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        return EchoEngine(step_s=args.step_s), wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo")
+        return EchoEngine(step_s=args.step_s, say=args.say), wire.Ready(
+            "fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo"
+        )
 
     return serve_engine(args.socket, args.parent_pid, load)
 

@@ -22,9 +22,9 @@ BODY: dict[str, Any] = {"model": "echo", "max_tokens": 5, "messages": [USER]}
 
 def read(stream: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a stream's events make up, by Anthropic's rules."""
-    start, block, ping, *deltas, stop, ended, last = stream
-    assert [e["type"] for e in (start, block, ping, stop, ended, last)] == [
-        "message_start", "content_block_start", "ping", "content_block_stop", "message_delta", "message_stop",
+    start, ping, block, *deltas, stop, ended, last = stream
+    assert [e["type"] for e in (start, ping, block, stop, ended, last)] == [
+        "message_start", "ping", "content_block_start", "content_block_stop", "message_delta", "message_stop",
     ]  # fmt: skip
     assert (block["index"], block["content_block"]) == (0, {"type": "text", "text": ""})
     assert {(d["type"], d["index"], d["delta"]["type"]) for d in deltas} <= {("content_block_delta", 0, "text_delta")}
@@ -94,10 +94,20 @@ def user(content: Any) -> dict[str, Any]:
         ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages[1].role: the last message must be the user's."),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role is not valid: invalid enum value 'system'."),
         (user(None), "messages[0].content is not valid"),
-        (user([IMAGE]), "messages[0].content[0].type is not valid: invalid enum value 'image'."),
-        (user([{"type": "document", "source": {}}]), "invalid enum value 'document'."),
-        (user([{"type": "thinking", "thinking": "x"}]), "invalid enum value 'thinking'."),
-        (user([{"type": "tool_result", "tool_use_id": "x"}]), "invalid enum value 'tool_result'."),
+        (user([IMAGE]), "messages[0].content[0].type is not valid: invalid value 'image'."),
+        (user([{"type": "document", "source": {}}]), "invalid value 'document'."),
+        (
+            user([{"type": "thinking", "thinking": "x"}]),
+            "messages[0].content[0].type='thinking' cannot stand in a message of the role 'user'.",
+        ),
+        (
+            user([{"type": "tool_result", "tool_use_id": "x"}]),
+            "messages[0].content[0].tool_use_id='x' names no tool_use of a message before it.",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}, USER]},
+            "'tool_result' cannot stand in a message of the role 'assistant'.",
+        ),
         (user([{"type": "text"}]), "text is missing."),
         (user([{"type": "text", "text": "a", "citations": [{}]}]), "citations is not valid"),
         (user("fox " * 50_000), "this model's context is 4096 tokens"),
@@ -110,9 +120,14 @@ def user(content: Any) -> dict[str, Any]:
         ({"top_p": 0}, "top_p is not valid"),
         ({"top_k": -1}, "top_k is not valid"),
         ({"metadata": {"a": "b"}}, "metadata.a is not a known field."),
-        ({"tools": [{"name": "look", "input_schema": {"type": "object"}}]}, "tools="),
-        ({"tool_choice": {"type": "any"}}, "tool_choice="),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking="),
+        ({"tools": [{"name": "look", "input_schema": {"type": "object"}}]}, "tools are not supported with this model"),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema is missing."),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is not valid: invalid enum value 'bash_"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools."),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type is not valid"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking is not supported with this model"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}, "model": "echo"}, "thinking"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format.schema: "),
         ({"mcp_servers": [{}]}, "mcp_servers="),
         ({"seed": 1}, "seed is not a known field."),
         ({"stop": ["x"]}, "stop is not a known field."),
@@ -183,7 +198,7 @@ def test_anthropics_client_works_unchanged(echo: Served) -> None:
         )
         assert again.content[0].text == "?@"
         assert client.messages.count_tokens(model="echo", messages=[USER]).input_tokens > 0
-        with pytest.raises(anthropic.BadRequestError, match="tools="):
+        with pytest.raises(anthropic.BadRequestError, match="tools are not supported"):
             client.messages.create(**request, tools=[{"name": "look", "input_schema": {"type": "object"}}])
         with pytest.raises(anthropic.NotFoundError, match="not served here"):
             client.messages.create(**request | {"model": "claude"})

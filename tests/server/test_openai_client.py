@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 import psutil
@@ -613,6 +614,41 @@ def test_a_model_may_call_strict_tools_or_not(server: Server) -> None:
         if choice.finish_reason != "length":
             for call in choice.message.tool_calls or ():
                 check_call(call.function.name, call.function.arguments)
+
+
+def test_messages_and_responses_call_the_same_tools(server: Server) -> None:
+    functions = [{"type": "function", **each["function"]} for each in TOOLS]  # type: ignore[dict-item]
+    with server.client() as client:
+        request = {"model": "tiny", "input": "Hello", "max_output_tokens": 90, "tools": functions, "tool_choice": "required"}
+        made = client.responses.create(**request, parallel_tool_calls=False)  # type: ignore[call-overload]
+        (call,) = made.output
+        check_call(call.name, call.arguments)
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "nothing"}
+        history = [*MESSAGES, call, output]
+        again = client.responses.create(model="tiny", input=history, max_output_tokens=2, tools=functions)  # type: ignore[arg-type]
+        assert again.output_text is not None
+        form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}},
+                "required": ["a"], "additionalProperties": False}, "strict": True}  # fmt: skip
+        answer = client.responses.create(model="tiny", input="Hello", max_output_tokens=40, text={"format": form})  # type: ignore[arg-type]
+        assert json.loads(answer.output_text)["a"] in (True, False)
+    tools = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}  # type: ignore[index]
+        for each in TOOLS
+    ]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as claude:
+        message = claude.messages.create(
+            model="tiny", max_tokens=90, messages=MESSAGES, tools=tools,  # type: ignore[arg-type]
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )  # fmt: skip
+        (use,) = message.content
+        check_call(use.name, json.dumps(use.input))
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "nothing"}]}
+        count = claude.messages.count_tokens(
+            model="tiny",
+            messages=[*MESSAGES, {"role": "assistant", "content": message.content}, result],
+            tools=tools,  # type: ignore[list-item, arg-type]
+        )
+        assert count.input_tokens > message.usage.input_tokens
 
 
 def test_routes_that_are_not_there_are_404(server: Server) -> None:

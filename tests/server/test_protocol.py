@@ -226,7 +226,10 @@ def test_calls_and_their_results_are_for_the_template() -> None:
 
 
 def test_the_reasoning_effort_is_for_the_template() -> None:
-    assert chat(reasoning_effort="low").template_variables == {"reasoning_effort": "low"}
+    assert chat(reasoning_effort="low").template_variables == {"reasoning_effort": "low", "enable_thinking": True}
+    assert chat(reasoning_effort="none").template_variables == {"reasoning_effort": "none", "enable_thinking": False}
+    given = chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert given.template_variables["enable_thinking"], "what is said of the template itself goes before"
     assert chat().template_variables == {}
 
 

@@ -391,7 +391,8 @@ def read_stream(answer: Answer) -> tuple[list[float], int, int, str | None, str 
                 if chunk.get("error"):
                     return times, prompt_tokens, output_tokens or 0, finish, "stream error"
                 for choice in chunk.get("choices") or ():
-                    if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                    delta = choice.get("delta") or {}
+                    if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
                         times.append(at)
                     finish = choice.get("finish_reason") or finish
                 if usage := chunk.get("usage"):

@@ -293,7 +293,7 @@ class ResponseAnswer(ItemAnswer):
 
     async def document(self, finish_reason: str) -> bytes:
         self._made = [await self._item(item) for item in self.items]
-        return ENCODER.encode(self._ended(finish_reason))
+        return ENCODER.encode(await self._ended(finish_reason))
 
     def beginning(self) -> bytes:
         response = self._response("in_progress", [])
@@ -328,7 +328,7 @@ class ResponseAnswer(ItemAnswer):
         return done + self._event("output_item.done", output_index=item.index, item=made)
 
     async def end(self, finish_reason: str) -> bytes:
-        response = self._ended(finish_reason)
+        response = await self._ended(finish_reason)
         return self._event(response["status"], response=response)
 
     async def failure(self, error: ApiError) -> bytes:
@@ -369,17 +369,19 @@ class ResponseAnswer(ItemAnswer):
         parts = ([entries(scores[part])] for part in slices(len(scores), self._request.top_logprobs))
         return (await json_lists(parts, 1, self._service.building))[0]
 
-    def _ended(self, finish_reason: str) -> dict[str, Any]:
+    async def _ended(self, finish_reason: str) -> dict[str, Any]:
         status = "completed" if finish_reason == "stop" else "incomplete"
         response = self._response(status, self._made)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = self.generation.usage
+        thoughts = "".join(item.text for item in self.items if item.kind == "reasoning")
+        reasoning = await self._service.text.encode([thoughts], "input", special=False, may_be_empty=True)
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.generation.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": len(reasoning[0])},
             "total_tokens": usage.total_tokens,
         }
         return response

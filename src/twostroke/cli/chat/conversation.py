@@ -45,7 +45,7 @@ def harmless(text: str) -> str:
 @dataclass
 class Answer:
     """One answer as far as it has come. ``finish_reason`` is None until the model ends it. ``is_full``: the context has no room
-    for more. Seconds count from when it was asked for."""
+    for more. ``reasons``: its reasoning has begun and its text has not. Seconds count from when it was asked for."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -53,6 +53,7 @@ class Answer:
     ttft_s: float | None = None
     elapsed_s: float = 0.0
     is_full: bool = False
+    reasons: bool = False
 
 
 @dataclass

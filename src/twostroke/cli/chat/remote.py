@@ -169,6 +169,12 @@ def _take(event: dict[str, Any], into: Answer) -> str:
         into.output_tokens = int((event.get("usage") or {}).get("completion_tokens", into.output_tokens))
         choice: dict[str, Any] = next(iter(event.get("choices") or ()), {})
         into.finish_reason = choice.get("finish_reason") or into.finish_reason
-        return str((choice.get("delta") or {}).get("content") or "")
+        delta: dict[str, Any] = choice.get("delta") or {}
+        reasoning, text = str(delta.get("reasoning_content") or ""), str(delta.get("content") or "")
+        if reasoning and not into.reasons:
+            reasoning, into.reasons = f"<think>\n{reasoning}", True
+        if text and into.reasons:
+            text, into.reasons = f"\n</think>\n\n{text}", False
+        return reasoning + text
     except (TypeError, ValueError, AttributeError):
         raise EngineError("the server sent an event of another form than OpenAI's.") from None

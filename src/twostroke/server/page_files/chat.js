@@ -116,7 +116,7 @@ function body(turn, answer, column) {
 }
 
 // ---- answers
-const blank = model => ({ model, text: "", tokens: new Tokens(), finish: "", error: "", first: 0, began: 0, ended: 0, n: 0, drawing: false });
+const blank = model => ({ model, text: "", reasoning: "", tokens: new Tokens(), finish: "", error: "", first: 0, began: 0, ended: 0, n: 0, drawing: false });
 
 async function fill(turn, answer, column, signal) {
   answer.began = performance.now();
@@ -126,7 +126,9 @@ async function fill(turn, answer, column, signal) {
       const choice = event.choices[0];
       if (!choice) continue;
       const piece = turn.mode === "chat" ? choice.delta.content || "" : choice.text;
-      if (piece && !answer.first) answer.first = performance.now();
+      const reasoning = turn.mode === "chat" && choice.delta.reasoning_content || "";
+      answer.reasoning += reasoning;
+      if ((piece || reasoning) && !answer.first) answer.first = performance.now();
       answer.text += piece;
       answer.tokens.add(choice);
       if (choice.finish_reason) answer.finish = choice.finish_reason;
@@ -168,6 +170,8 @@ function numbers(answer) {
 function showAnswer(turn, answer) {
   const stays = innerHeight + scrollY >= document.documentElement.scrollHeight - 80, { node, box, foot } = answer;
   answer.tokens.place(answer.text, answer.ended > 0);
+  answer.thought.hidden = !answer.reasoning;
+  answer.thought.lastChild.textContent = answer.reasoning;
   draw(box, answer.text, answer.tokens, turn.mode === "chat");
   node.classList.toggle("busy", !answer.ended);
   if (answer.ended) {
@@ -185,8 +189,9 @@ function showAnswer(turn, answer) {
 
 function answerNode(turn, answer) {
   answer.box = make("div", { class: "text", tabindex: 0, role: "group", "aria-label": `Answer of ${answer.model}. The left and right arrows walk its tokens.` });
+  answer.thought = make("details", { class: "reasoning", hidden: "" }, make("summary", {}, "Reasoning"), make("p", {}));
   answer.foot = make("div", { class: "foot" });
-  answer.node = make("div", { class: "answer busy" }, make("h2", {}, answer.model), answer.box, answer.foot);
+  answer.node = make("div", { class: "answer busy" }, make("h2", {}, answer.model), answer.thought, answer.box, answer.foot);
   watchTokens(answer.box, () => answer.tokens);
   return answer.node;
 }
