@@ -139,9 +139,9 @@ def test_a_call_that_was_cut_off_is_no_input(claude: anthropic.Anthropic, say: A
     whole = claude.messages.create(**request)
     assert [block.type for block in whole.content] == ["text", "tool_use"]
     say(HERE)
-    cut = claude.messages.create(**request | {"max_tokens": 60})
+    cut = claude.messages.create(**request | {"max_tokens": 50})
     assert (cut.stop_reason, [block.type for block in cut.content]) == ("max_tokens", ["text"])
-    events = list(claude.messages.create(**request | {"max_tokens": 60}, stream=True))
+    events = list(claude.messages.create(**request | {"max_tokens": 50}, stream=True))
     assert [e.content_block.type for e in events if e.type == "content_block_start"] == ["tool_use"]
     assert [e.delta.stop_reason for e in events if e.type == "message_delta"] == ["max_tokens"]
 

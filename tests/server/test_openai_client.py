@@ -630,7 +630,8 @@ def test_messages_and_responses_call_the_same_tools(server: Server) -> None:
         form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}},
                 "required": ["a"], "additionalProperties": False}, "strict": True}  # fmt: skip
         answer = client.responses.create(model="tiny", input="Hello", max_output_tokens=40, text={"format": form})  # type: ignore[arg-type]
-        assert json.loads(answer.output_text)["a"] in (True, False)
+        written = "".join(answer.output_text.split())  # a random model may go on with white space to the end of its tokens
+        assert any(whole.startswith(written) for whole in ('{"a":true}', '{"a":false}'))
     tools = [
         {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}  # type: ignore[index]
         for each in TOOLS
