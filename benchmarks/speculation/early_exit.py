@@ -1,10 +1,12 @@
 """What training with an exit loss costs and what drafts by early exit then gain, on two models that differ in that alone.
 
-    python benchmarks/speculation/early_exit.py --text FOLDER [--hours 1] [--exits 1 3 4] [--dtypes bf16 int8] [--out runs/NAME]
+    python benchmarks/speculation/early_exit.py train --text FOLDER --models DIR [--hours 1]
+    python benchmarks/speculation/early_exit.py measure --models DIR [--exits 1 3 4] [--dtypes bf16 int8] [--out runs/NAME]
 
-FOLDER holds text (.txt files), as ``corpora/books`` of the shared assets. A model of 12 layers and 18.7M parameters is trained
-on it twice, from one seed and for as many steps: with layer dropout and the exit loss, and without. Both are scored on the
-files that were held out, and both continue passages of these with every way to draft; each answer must be the one without.
+FOLDER holds text (.txt files), as ``corpora/books`` of the shared assets. A model of 12 layers and 13.9M parameters is trained
+on it twice, from one seed, on the same tokens in the same order: with layer dropout and the exit loss, and without. Both are
+scored on the files that were held out. ``measure``, which wants the machine to itself, has both continue passages of these with
+every way to draft; each answer must be the one without.
 """
 
 from __future__ import annotations
@@ -24,20 +26,22 @@ from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.training.start import train
 
-WITH_EXITS = {"layer_dropout": 0.1, "exit_loss": 0.2}
+WITH_EXITS = {"layer_dropout": 0.1, "exit_loss": 0.5, "exits_per_step": 2}
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
+MAX_SCORED_WINDOWS = 160
+HELD_OUT, TRAINED = "held-out", "trained.json"
 
 
 def recipe(texts: list[Path], held_out: list[Path], out: Path, hours: float, steps: int, exits: bool) -> TrainRecipe:
     """``steps`` 0: as many as fit into ``hours``."""
     settings: dict[str, Any] = {"steps": steps} if steps else {"budget_s": hours * 3600}
     settings |= {"batch_size": 16, "sequence_length": 512, "optimizer": "muon", "learning_rate": 4e-3, "weight_decay": 0.0}
-    settings |= {"schedule": "linear", "warmup_fraction": 0.02, "checkpoint_every": 200}
+    settings |= {"schedule": "linear", "warmup_fraction": 0.02, "checkpoint_every": 50}
     return recipe_from_dict(
         {
             "output": str(out),
-            "model": {"family": "qwen3", "n_layers": 12, "d_model": 384, "n_heads": 6, "n_kv_heads": 2, "d_ff": 896},
-            "data": {"sources": [*map(str, texts)], "held_out": [*map(str, held_out)], "vocab_size": 4096},
+            "model": {"family": "qwen3", "n_layers": 12, "d_model": 320, "n_heads": 5, "n_kv_heads": 1, "head_dim": 64, "d_ff": 896},
+            "data": {"sources": [*map(str, texts)], "held_out": [*map(str, held_out)], "vocab_size": 2048},
             "train": settings | (WITH_EXITS if exits else {}),
         }
     )
@@ -51,6 +55,7 @@ def held_out_nats(model: Path, texts: list[Path]) -> float:
     for path in texts:
         ids = llm.tokenizer.encode(path.read_text(encoding="utf-8")).ids
         cut += [ids[at : at + 511] for at in range(0, len(ids) - 511, 512)]
+    cut = cut[:: max(1, len(cut) // MAX_SCORED_WINDOWS)]
     scores = [entry.logprob for output in llm.generate(cut, params) for entry in output.prompt_logprobs or () if entry]
     return -statistics.fmean(scores)
 
@@ -79,44 +84,39 @@ def speeds(model: Path, dtype: str, ways: list[str], folder: Path, rounds: int) 
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--hours", type=float, default=1.0, help="Of training each model.")
-    parser.add_argument("--steps", type=int, default=0, help="Instead of hours.")
-    parser.add_argument("--exits", type=int, nargs="+", default=[1, 3, 4])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE / "runs" / "early-exit")
-    args = parser.parse_args()
-    files = sorted(args.text.glob("*.txt"))
+def train_both(text: Path, models: Path, hours: float, steps: int) -> None:
+    files = sorted(text.glob("*.txt"))
     if len(files) < 4:
-        raise SystemExit(f"{args.text} has {len(files)} .txt files; 4 are needed, of which 2 are held out.")
+        raise SystemExit(f"{text} has {len(files)} .txt files; 4 are needed, of which 2 are held out.")
     held_out, texts = files[:2], files[2:]
-    aside = args.out / "held-out"
+    aside = models / HELD_OUT
     aside.mkdir(parents=True, exist_ok=True)
     for path in held_out:
         (aside / path.name).write_bytes(path.read_bytes())
-    steps, about = args.steps, []
+    about = []
     for exits in (True, False):  # the first decides how many steps both have
         name = "with exit loss" if exits else "without"
-        done = train(recipe(texts, held_out, args.out / name.replace(" ", "-"), args.hours, steps, exits), log=print)
-        steps = int(done.summary["steps"])
-        nats = held_out_nats(done.model, held_out)
-        print(
-            f"{name}: {steps} steps, {done.summary['n_parameters']:,} parameters, {nats:.4f} nats a held-out token", flush=True
-        )
-        ways = ["off", "ngram", "auto", *(f"exit:{layers}" for layers in args.exits)]
-        rows = [row for dtype in args.dtypes for row in speeds(done.model, dtype, ways, aside, args.rounds)]
-        measured, predicted = done.summary["measurement"], done.summary["prediction"]
-        about.append(
-            {
-                "trained": name, "steps": steps, "n_parameters": done.summary["n_parameters"], "held_out_nats": nats,
-                "step_time_s": measured.get("step_time_s"), "predicted_step_time_s": predicted.get("step_time_s"), "rows": rows,
-            }
-        )  # fmt: skip
-        for row in rows:
-            print(f"  {line(row)}", flush=True)
+        done = train(recipe(texts, held_out, models / name.replace(" ", "-"), hours, steps, exits), log=print)
+        steps, measured = int(done.summary["steps"]), done.summary["measurement"]
+        row = {"trained": name, "model": str(done.model.relative_to(models)), "steps": steps}
+        row |= {"n_parameters": done.summary["n_parameters"], "held_out_nats": held_out_nats(done.model, held_out)}
+        predicted = done.summary["prediction"].get("step_time_s")
+        about.append(row | {"step_time_s": measured.get("step_time_s"), "predicted_step_time_s": predicted})
+        print(json.dumps(row), flush=True)
+        (models / TRAINED).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def measure_both(args: argparse.Namespace) -> None:
+    about = json.loads((args.models / TRAINED).read_text())
+    ways = ["off", *(f"exit:{layers}" for layers in args.exits), *args.others]
+    for model in about:
+        model["rows"] = []
+        for dtype in args.dtypes:
+            rows = speeds(args.models / model["model"], dtype, ways, args.models / HELD_OUT, args.rounds)
+            for row in rows:
+                print(f"  {line(row)}", flush=True)
+            model["rows"] += rows
+    args.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
     result = {"commit": commit, "processor": _processor(), "settings": WITH_EXITS, "models": about}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -126,6 +126,27 @@ def main() -> None:
     lines += ["|---|---|---|---|---|---|---|---|"]
     lines += [f"| {m['trained']} {line(row)}" for m in about for row in m["rows"]]
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    training, measuring = verbs.add_parser("train"), verbs.add_parser("measure")
+    for each in (training, measuring):
+        each.add_argument("--models", type=Path, required=True)
+    training.add_argument("--text", type=Path, required=True)
+    training.add_argument("--hours", type=float, default=1.0, help="Of training each model.")
+    training.add_argument("--steps", type=int, default=0, help="Instead of hours.")
+    measuring.add_argument("--exits", type=int, nargs="+", default=[1, 3, 4])
+    measuring.add_argument("--others", nargs="*", default=["ngram", "auto"], help="Other ways to draft.")
+    measuring.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
+    measuring.add_argument("--rounds", type=int, default=3)
+    measuring.add_argument("--out", type=Path, default=HERE / "runs" / "early-exit")
+    args = parser.parse_args()
+    if args.verb == "train":
+        train_both(args.text, args.models, args.hours, args.steps)
+    else:
+        measure_both(args)
 
 
 def line(row: dict[str, Any]) -> str:

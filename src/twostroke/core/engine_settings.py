@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,21 @@ from twostroke.core.tables import build
 RUNNERS = ("native", "torch")
 
 
+AT = "at:"
+"""What stands before a threshold of ``early_exit``."""
+
 OFF, NGRAM, EXIT, DRAFT, EXIT_AFTER = "off", "ngram", "exit", "draft:", "exit:"
 """Where drafts come from: nowhere, repeats in the request's own text and in past outputs, the model's own first layers, the
 model behind ``DRAFT``, or so many of its own layers as stand behind ``EXIT_AFTER``."""
 
+
+def _is_threshold(text: str) -> bool:
+    return re.fullmatch(r"[01]|0?\.[0-9]{1,9}|1\.0{1,9}", text) is not None
+
+
 _BEHIND: dict[str, Callable[[str], bool]] = {
     "DIR": bool,
+    "THRESHOLD": _is_threshold,
     "LAYERS": lambda text: text.isascii() and text.isdigit() and len(text) <= 5 and int(text) > 0,
 }
 """What may stand behind the beginning of a value."""
@@ -92,6 +102,8 @@ class EngineSettings:
     text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
     rows a step has, and where nothing repeats those of exit if the model was trained for it; draft:DIR: drafts are a smaller
     model's with the same vocabulary; exit:LAYERS: those of the model's own first layers, exit: of a quarter of them.
+    ``early_exit`` at:THRESHOLD: a token is taken from an earlier layer if its probability is so much above the next one's (0 to
+    1; 1: never); auto: by the threshold that was fitted to the model, so that a bounded share of tokens changes.
     ``deterministic``: the engine starts only where each log-probability has the same bits in any batch, chunks, number of
     threads and prefix hit. Raises ConfigError for a value out of range.
     """
@@ -121,6 +133,13 @@ class EngineSettings:
         "--speculate",
         OFF,
         ((DRAFT, "DIR"), (EXIT_AFTER, "LAYERS")),
+    )
+    early_exit: str = _choice(
+        "Let rows leave before the last layer, unchecked, once the model is sure of their token",
+        (OFF,),
+        "--early-exit",
+        OFF,
+        ((AT, "THRESHOLD"),),
     )
     deterministic: bool = _switch(
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"

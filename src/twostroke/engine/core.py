@@ -19,9 +19,10 @@ from torch import Tensor
 from twostroke.core import policy
 from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
-from twostroke.core.engine_settings import DRAFT, OFF, EngineSettings
+from twostroke.core.engine_settings import AT, DRAFT, OFF, EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.families import read_spec
+from twostroke.core.fitted_exits import check_exits, default_exits, read_fitted_exits
 from twostroke.core.paths import model_directory
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
@@ -30,6 +31,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
 from twostroke.engine.beam_choice import BeamChooser
+from twostroke.engine.early_exit import EarlyExits
 from twostroke.engine.grammars import Grammars, Matcher
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
@@ -127,6 +129,7 @@ class EngineCore:
         self.spec = loaded.spec
         native = _runs_natively(self.settings)
         drafts = _drafts(self.settings, native)
+        exits = _exits(Path(model_dir), loaded, self.settings, native)
         self._exit_layers = exit_layers(loaded.spec, self.settings.speculate) if drafts else None
         if self._exit_layers is not None and not self.spec.early_exit:
             self.spec = self.spec.with_(notes=(*self.spec.notes, UNTRAINED))
@@ -158,6 +161,9 @@ class EngineCore:
             self._runner = NativeRunner(self.plan, pool, scheduler_config)
         else:
             self._runner = TorchRunner(self.plan, pool, scheduler_config)
+        self.exits: EarlyExits | None = None
+        if exits is not None and isinstance(self._runner, NativeRunner):
+            self.exits = EarlyExits(self._runner, scheduler_config, *exits)
         self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
         self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
         self._prompt_scores = PromptScores()
@@ -229,6 +235,8 @@ class EngineCore:
         must be idle when it is first asked for."""
         config, images = self.scheduler.config, self.pool.images()
         form = f"{type(self.pool).__name__} {self.pool.dtype} {config.page_tokens}"
+        if self.exits is not None:  # rows that left wrote other keys and values
+            form += f" exits {self.exits.layers} {self.exits.threshold}"
         weights = weights_digest(self._directory)
         return identity_of(weights, form, images, self.scheduler, self.spec.vocab_size, self.compute)
 
@@ -336,6 +344,11 @@ class EngineCore:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         adapter = None if lora is None else self.adapters.get(lora)
         if params.use_beam_search:
+            if self.exits is not None:
+                raise InputError(
+                    f"beam search compares sequences by probabilities, and early_exit={self.settings.early_exit!r} takes those "
+                    "of different layers. Use early_exit='off' for it."
+                )
             self._beams.check(params)
         original: Request | None = None
         for i in range(1 if params.use_beam_search else params.n):
@@ -359,7 +372,13 @@ class EngineCore:
             self._grammars.compile(params.constraint)
 
     def load_adapter(self, name: str, directory: Path | str) -> None:
-        """Let requests name the adapter in ``directory``. Raises what ``AdapterStore.add`` raises."""
+        """Let requests name the adapter in ``directory``. Raises ConfigError with early exit, and what ``AdapterStore.add``
+        raises."""
+        if self.exits is not None:
+            raise ConfigError(
+                f"early_exit={self.settings.early_exit!r} does not go with adapters: how sure the model must be at an exit was "
+                "fitted without them. Use early_exit='off', or merge the adapter into the model (`twostroke export`)."
+            )
         self.adapters.add(name, directory)
 
     def unload_adapter(self, name: str) -> None:
@@ -420,7 +439,7 @@ class EngineCore:
             logits, failed = self._logits(step, places)
             # A search draws nothing, and its sequences are no answers yet.
             seeds = [self._answers[r.id].seed if r.beams is None else 0 for r in rows]
-            known = self._runner.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
+            known = self.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
             chosen = self._beams.choose(searching, step, places, logits, known, n_threads) if searching else []
             taken = verify(logits, step, places, seeds, known, n_threads)
         except BaseException:  # Ctrl-C too: a request whose step was lost computes the same tokens again
@@ -541,7 +560,7 @@ class EngineCore:
         logits = self.compute(step, rows_of(step, [*wanted, *pooled]), sum(n for _, _, n in pooled))
         self._pooled.add(step, pooled, self._runner.hidden)
         n = len(places) + sum(map(len, step.drafts.values()))
-        known = self._runner.best_of(len(logits))
+        known = self.best_of(len(logits))
         largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
         return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self.threads_for(step))
 
@@ -559,11 +578,12 @@ class EngineCore:
     def compute(self, step: ScheduledStep, rows: Tensor | None = None, n_hidden: int = 0) -> Tensor:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows), of
         which the last ``n_hidden`` have hidden states instead."""
-        return self._runner.run(step, rows, self.threads_for(step), n_hidden=n_hidden)
+        runner = self.exits or self._runner
+        return runner.run(step, rows, self.threads_for(step), n_hidden=n_hidden)
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor] | None:
         """The largest logit of each of the last step's first ``n`` rows and its token, where the runner looks for them."""
-        return self._runner.best_of(n)
+        return (self.exits or self._runner).best_of(n)
 
     def release_logits(self) -> None:
         """Free the logits beyond one row for each running request, which only scoring needs."""
@@ -589,6 +609,10 @@ class EngineCore:
             counts.disk_pages, counts.disk_hit_tokens, counts.disk_load_s = disk.pages, disk.hit_tokens, disk.load_s
             counts.disk_pages_written, counts.disk_requests_dropped = disk.written, disk.dropped
             counts.disk_pages_damaged, counts.disk_loads_refused = disk.damaged, disk.refused
+        if self.exits is not None:
+            counts.exits = self.exits.histogram()
+            counts.exit_rows = sum(counts.exits.values())
+            counts.exit_row_layers = sum(layers * n for layers, n in counts.exits.items())
         self.adapters.report(counts)
         if self._runner.experts is not None:
             counts.expert_load = self._runner.experts.ratio()
@@ -611,6 +635,10 @@ class EngineCore:
         if self._runner.experts is not None:
             n_bytes += self._runner.experts.more_than_one_row() * self._expert_bytes
         flop = self._meter.flop(step.starts, step.counts, n_sampled)
+        if self.exits is not None and self.exits.read_share != 1.0:
+            # Weights count as a row of the step read them on average, and products go with weights.
+            n_bytes += round((self.exits.read_share - 1.0) * self._meter.weights_bytes)
+            flop = round(flop * self.exits.read_share)
         if self._drafter is not None:
             self._drafter.saw(step, seconds)
         if self._disk is not None:
@@ -702,6 +730,35 @@ def _drafts(settings: EngineSettings, native: bool) -> bool:
             "of rows, so drafts would change answers. Use speculate='off', or 'auto', which drafts where it may."
         )
     return True
+
+
+def _exits(directory: Path, loaded: _Loaded, settings: EngineSettings, native: bool) -> tuple[tuple[int, ...], float] | None:
+    """(layers after which rows may leave, threshold); None if none may. Raises ConfigError for settings that it does not go
+    with and where nothing was fitted to the model as it is held."""
+    value = settings.early_exit
+    if value == OFF:
+        return None
+    for name, other, why in (
+        ("speculate", settings.speculate != OFF, "drafts are checked by the whole model, and unchecked exits pass it by"),
+        ("deterministic", settings.deterministic, "its keys and values depend on where earlier tokens left"),
+        ("runner", not native, "it needs the native library"),
+    ):
+        if other:
+            raise ConfigError(f"early_exit={value!r} does not go with {name}={getattr(settings, name)!r}: {why}.")
+    spec = loaded.spec
+    if value.startswith(AT):
+        layers, threshold = default_exits(spec.n_layers), float(value.removeprefix(AT))
+    else:
+        fitted = read_fitted_exits(directory)
+        layers, threshold = fitted.layers, fitted.threshold
+        held, now = (fitted.dtype, fitted.weights), (loaded.weights, weights_digest(loaded.directory))
+        if held != now:
+            what = f"held as {held[0]}, not {now[0]}" if held[0] != now[0] else "of other weights"
+            raise ConfigError(
+                f"the exits in {directory} were fitted to a model {what}. Run `twostroke exits {directory} --data TEXT` again."
+            )
+    check_exits(layers, spec.n_layers)
+    return layers, threshold
 
 
 def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str, draft_rows: int) -> SchedulerConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from twostroke.core.matrices import head_matrix, pair_flops
 from twostroke.core.spec import ModelSpec
@@ -63,6 +63,9 @@ class EngineStats:
     output_tokens: int = 0
     draft_tokens: int = 0  # that steps checked
     accepted_draft_tokens: int = 0  # those of them that were right
+    exit_rows: int = 0  # that might leave before the last layer
+    exit_row_layers: int = 0  # that these passed
+    exits: dict[int, int] = field(default_factory=dict)  # them by the number of layers that they passed; empty without exits
     failed_requests: int = 0
     prefill_steps: int = 0
     prefill_s: float = 0.0

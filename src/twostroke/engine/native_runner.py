@@ -37,7 +37,7 @@ class NativeRunner:
 
     Page tables and all arrays of a step are made once and refilled, so that a decode step costs Python tens of microseconds.
     All runners of a process share the library's one pool of threads. ``whole`` is the runner of the plan of which this one is
-    the first layers (``Plan.first``): its adapters are read.
+    a part: its page table is used, and where this plan is its first layers (``Plan.first``), its adapters are read.
     """
 
     def __init__(self, plan: p.Plan, pool: TiledKVPool, config: SchedulerConfig, whole: NativeRunner | None = None) -> None:
@@ -50,6 +50,7 @@ class NativeRunner:
         self._library, self.plan, self.pool = loaded, plan, pool
         self._whole = whole or self
         self._gathers = any(isinstance(op, p.GatherSampledRows) for op in plan.ops)
+        self._has_head = isinstance(plan.ops[-1], p.LmHead)
         spec = plan.spec.attended
         self._held: list[Tensor] = []  # tensors that the library points to and the plan does not keep alive
         ops = (COp * len(plan.ops))(*map(self._op, plan.ops))
@@ -75,7 +76,7 @@ class NativeRunner:
         weakref.finalize(self, loaded.ts_step_destroy, self._step)
         # A row of the table for each running request; a request has at most the pages of its longest context.
         width = min(config.n_pages, -(-config.max_model_len // config.page_tokens))
-        self.table = np.zeros((config.max_running, width), np.int64)
+        self.table = np.zeros((config.max_running, width), np.int64) if whole is None else whole.table
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_held = 0
@@ -100,9 +101,11 @@ class NativeRunner:
         all_rows: bool = False,
         trace: Float[Tensor, "states n E"] | None = None,
         n_hidden: int = 0,
+        tokens: Sequence[int] | None = None,
     ) -> Float[Tensor, "kept V"]:
         """fp32 logits of the rows that a token is sampled from, of ``rows``, or of all. They are valid until the next call. The
-        last ``n_hidden`` of ``rows`` have no logits, but ``hidden``.
+        last ``n_hidden`` of ``rows`` have no logits, but ``hidden``. ``tokens`` stand in for the requests' own where each has
+        one row.
 
         A plan that gathers no rows computes all. With ``n_threads`` 1 the caller's thread computes alone and the pool is not
         woken. ``trace`` receives the residual stream after the embedding and after each block; it needs ``all_rows``, because
@@ -131,13 +134,14 @@ class NativeRunner:
         kept: np.ndarray | None = None
         if step.one_row_each:
             n_rows = n  # every row is sampled from, so none needs to be chosen
-            self._tokens[:n] = [r.tokens[start] for r, start in zip(requests, step.starts, strict=True)]
+            own = tokens or [r.tokens[start] for r, start in zip(requests, step.starts, strict=True)]
+            self._tokens[:n] = own
         else:
-            tokens: list[int] = []
+            all_tokens: list[int] = []
             for i in range(n):
-                tokens += step.tokens_of(i)
-            n_rows = len(tokens)
-            self._tokens[:n_rows] = tokens
+                all_tokens += step.tokens_of(i)
+            n_rows = len(all_tokens)
+            self._tokens[:n_rows] = all_tokens
             if rows is None and not all_rows:
                 kept = np.array(given.sampled_rows(), np.int64)
         if rows is not None:
@@ -145,7 +149,7 @@ class NativeRunner:
         if row_of is not None:
             kept = row_of if kept is None else row_of[kept]
         n_kept = n_rows if kept is None else len(kept)
-        n_logits = n_kept - n_hidden
+        n_logits = n_kept - n_hidden if self._has_head else 0
         if n_logits <= self._n_usual:  # the last scored prompt is over
             self.release_logits()
         if self._logits.shape[0] < n_logits:

@@ -209,10 +209,31 @@ class Plan:
         """The first ``n_layers`` layers, then the final norm and the head: the same operations with the same matrices, those of
         layers at the same places. Without the last layer's ``GatherSampledRows`` every row of a step has logits. Raises
         ConfigError unless there are more layers than that."""
-        ends = [place for place, op in enumerate(self.ops, start=1) if _ends_block(op)]
+        ends = self._ends()
         if not 1 <= n_layers < len(ends):
             raise ConfigError(f"layers={n_layers} must be from 1 to {len(ends) - 1}, before the last of {len(ends)} layers.")
         return replace(self, ops=(*self.ops[: ends[n_layers - 1]], *self.ops[-2:]))
+
+    def between(self, begin: int, end: int, states: Tensor) -> Plan:
+        """Layers [``begin``, ``end``), then the final norm and the head. A row's token is the row of ``states`` (rows, E; fp32)
+        that holds its residual stream before them. Only a plan that ends with the last layer gathers rows."""
+        ends = [0, *self._ends()]
+        return replace(self, ops=(Embed(states, None), *self.ops[ends[begin] : ends[end]], *self.ops[-2:]))
+
+    def cache_writes(self, begin: int, states: Tensor) -> Plan:
+        """What layers from ``begin`` on write to the cache for rows that all of them read as they stand in ``states``; their
+        tokens are as in ``between``. There are no logits."""
+        ends = self._ends()
+        kept: list[Op] = [Embed(states, None)]
+        for first, last in zip(ends[begin - 1 : -1], ends[begin:], strict=True):
+            block = self.ops[first:last]
+            writes = next(place for place, op in enumerate(block) if isinstance(op, RopeAndCacheWrite))
+            kept += block[: writes + 1]
+        return replace(self, ops=tuple(kept))
+
+    def _ends(self) -> list[int]:
+        """The place behind each block."""
+        return [place for place, op in enumerate(self.ops, start=1) if _ends_block(op)]
 
     @property
     def step_bytes(self) -> int:

@@ -56,6 +56,8 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
         "twostroke_engine_accepted_draft_tokens",
         "Drafted tokens that were right since the engine started.",
     ),
+    "exit_rows": ("twostroke_engine_exit_rows", "Rows that might leave before the last layer since the engine started."),
+    "exit_row_layers": ("twostroke_engine_exit_row_layers", "Layers that these rows passed since the engine started."),
     "decode_requests": (
         "twostroke_engine_decode_requests",
         "Requests that decoded, summed over decode steps, since the engine started.",

@@ -20,6 +20,7 @@ import msgspec
 from twostroke.core.aside import flush_to_disk, write_text
 from twostroke.core.documents import read_object
 from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.fitted_exits import FITTED_EXITS
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.policy import MAX_RUNNING
 from twostroke.core.spec import ModelSpec
@@ -45,7 +46,7 @@ NO_MATTER = frozenset({"n_threads", "kv_dir", "kv_dir_bytes", "speculate", "lora
 """Engine settings that change no answer, so that a job may go on with others."""
 DECISIVE = frozenset(
     {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-     "adapter_config.json"}
+     "adapter_config.json", FITTED_EXITS}
 )  # fmt: skip
 """Files of a model, beside weights and templates, on which its answers depend."""
 
