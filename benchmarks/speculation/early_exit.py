@@ -40,7 +40,15 @@ def recipe(texts: list[Path], held_out: list[Path], out: Path, hours: float, ste
     return recipe_from_dict(
         {
             "output": str(out),
-            "model": {"family": "qwen3", "n_layers": 12, "d_model": 320, "n_heads": 5, "n_kv_heads": 1, "head_dim": 64, "d_ff": 896},
+            "model": {
+                "family": "qwen3",
+                "n_layers": 12,
+                "d_model": 320,
+                "n_heads": 5,
+                "n_kv_heads": 1,
+                "head_dim": 64,
+                "d_ff": 896,
+            },
             "data": {"sources": [*map(str, texts)], "held_out": [*map(str, held_out)], "vocab_size": 2048},
             "train": settings | (WITH_EXITS if exits else {}),
         }

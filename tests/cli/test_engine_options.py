@@ -45,6 +45,7 @@ def test_words_of_settings_give_them_back() -> None:
         kv_dir="a folder",
         kv_dir_bytes=2**31,
         speculate="ngram",
+        early_exit="at:0.5",
         deterministic=True,
     )
     assert set(given.changed()) == set(OPTIONS)

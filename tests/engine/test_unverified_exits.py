@@ -195,7 +195,7 @@ def test_confidence_is_the_difference_of_the_two_largest_probabilities() -> None
     [
         ({"speculate": "ngram"}, "speculate='ngram'"),
         ({"speculate": "auto"}, "speculate='auto'"),
-        ({"deterministic": True}, "deterministic=True"),
+        ({"deterministic": True}, "deterministic"),
         ({"runner": "torch"}, "runner='torch'"),
     ],
 )

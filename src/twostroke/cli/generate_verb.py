@@ -18,7 +18,7 @@ from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.adapter_names import LORA_HELP, adapters_of
 from twostroke.core.documents import read_json
-from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.engine_settings import OFF, EngineSettings
 from twostroke.core.engines import weights_text
 from twostroke.core.errors import ConfigError, InputError, TwostrokeError
 from twostroke.core.units import format_bytes, format_seconds
@@ -38,6 +38,7 @@ UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work
 )
 """Reasons for which a predicted number is not measured."""
 BEAMS_PLANNED = "beams are predicted as so many answers to one prompt: copies of pages are not planned."
+EXITS_PLANNED = "early exit is predicted as if every token passed all layers: the planner does not know where tokens leave."
 UNMEASURED_BEAMS = {
     "ttft_s": "the first token of a beam search is known with the last.",
     "output_tok_per_s": "beams were computed that are not among the answers.",
@@ -105,6 +106,9 @@ def generate(
         inputs["beams"] = beams
         log(BEAMS_PLANNED)
     inputs["speculate"] = engine.speculate
+    if engine.early_exit != OFF:
+        inputs["early_exit"] = engine.early_exit
+        log(EXITS_PLANNED)
     plan = functools.partial(_planned, directory, prompts, params, engine, adapters)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()
@@ -150,6 +154,8 @@ def generate(
         "prediction": run.prediction,
         "measurement": measured,
     }
+    if stats.exits:
+        document["exits"] = stats.exits
     failed = [i for i, output in enumerate(outputs) if any(a.finish_reason == "error" for a in output.outputs)]
     if failed:
         document["error"] = error = f"the model's output for prompt {failed[0] + 1} was not finite. The weights may be damaged."
@@ -252,6 +258,11 @@ def _speed(stats: EngineStats, measured: Mapping[str, float], rates: Achieved, d
     if stats.draft_tokens:
         share = stats.accepted_draft_tokens / stats.draft_tokens
         lines.append(f"drafts   {stats.draft_tokens} tokens checked, {stats.accepted_draft_tokens} right ({share:.0%})")
+    if stats.exit_rows:
+        left = ", ".join(f"{n / stats.exit_rows:.0%} after {layers}" for layers, n in stats.exits.items())
+        lines.append(
+            f"exits    {stats.exit_rows} tokens: {left} layers; {stats.exit_row_layers / stats.exit_rows:.1f} on average"
+        )
     return "\n".join([*filter(None, lines), *without_limits(rates)])
 
 

@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "watch": "Serve a live page of a training run.",
     "eval": "Score a model on held-out text and on tasks.",
     "score": "Log-probabilities of texts, as a server returns them.",
+    "exits": "Find when tokens may leave at an earlier layer.",
     "quantize": "Write a copy of a model with its matrices in fewer bits.",
     "export": "Write a model for other programs, adapters merged.",
     "generate": "Continue prompts on this machine, without a server.",

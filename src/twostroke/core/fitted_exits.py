@@ -25,8 +25,8 @@ class FittedExits:
 
     It was fitted to the model with weights ``weights`` (a digest), held as ``dtype``: with a probability of ``confidence`` at
     most ``most_changed`` of the greedy tokens of text like the calibration's differ from the whole model's. Measured on its
-    ``n_tokens`` tokens: the share ``changed``, ``extra_nats`` a token, and the share of rows that left after each of the layers,
-    those that passed all of them last. ``predicted_speed``: of one request's decoding, by the bytes that it reads.
+    ``n_tokens`` tokens: the share ``changed``, ``extra_nats`` a token, and ``shares`` of rows that left after each of the
+    layers, those that passed all of them last. ``predicted_speed``: of one request's decoding, by the bytes that it reads.
     """
 
     layers: tuple[int, ...]

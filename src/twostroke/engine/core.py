@@ -162,8 +162,8 @@ class EngineCore:
         else:
             self._runner = TorchRunner(self.plan, pool, scheduler_config)
         self.exits: EarlyExits | None = None
-        if exits is not None and isinstance(self._runner, NativeRunner):
-            self.exits = EarlyExits(self._runner, scheduler_config, *exits)
+        if exits is not None:
+            self.leave_after(*exits)
         self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
         self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
         self._prompt_scores = PromptScores()
@@ -228,6 +228,18 @@ class EngineCore:
             return None
         times = self.step_times(directory, config.token_budget)
         return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
+
+    def leave_after(self, layers: Sequence[int], threshold: float) -> None:
+        """Let rows leave after ``layers`` from now on. The engine must be idle, and ``early_exit`` must not be off. Keys and
+        values of rows that left by another rule stay in the cache."""
+        self._must_be_idle()
+        assert isinstance(self._runner, NativeRunner)
+        assert self.settings.early_exit != OFF
+        check_exits(tuple(layers), self.spec.n_layers)
+        if self.exits is not None and self.exits.layers == tuple(layers):
+            self.exits.threshold = threshold
+        else:
+            self.exits = EarlyExits(self._runner, self.scheduler.config, layers, threshold)
 
     @cached_property
     def identity(self) -> bytes:
@@ -739,12 +751,12 @@ def _exits(directory: Path, loaded: _Loaded, settings: EngineSettings, native: b
     if value == OFF:
         return None
     for name, other, why in (
-        ("speculate", settings.speculate != OFF, "drafts are checked by the whole model, and unchecked exits pass it by"),
-        ("deterministic", settings.deterministic, "its keys and values depend on where earlier tokens left"),
-        ("runner", not native, "it needs the native library"),
+        (f"speculate={settings.speculate!r}", settings.speculate != OFF, "the whole model checks drafts, and exits pass it by"),
+        ("deterministic", settings.deterministic, "keys and values depend on where earlier tokens left"),
+        (f"runner={settings.runner!r}", not native, why_absent() or "it needs runner='native'"),
     ):
         if other:
-            raise ConfigError(f"early_exit={value!r} does not go with {name}={getattr(settings, name)!r}: {why}.")
+            raise ConfigError(f"early_exit={value!r} does not go with {name}: {why.rstrip('.')}.")
     spec = loaded.spec
     if value.startswith(AT):
         layers, threshold = default_exits(spec.n_layers), float(value.removeprefix(AT))

@@ -35,8 +35,8 @@ def confidence(logits: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
 
 @dataclass
 class _Part:
-    """Layers from the exit before up to ``layers``, then norm and head. ``states`` hold its residual streams, (layer, row) after
-    (layer, row); ``write`` runs what the layers above write of those that leave. Both are None of the last part."""
+    """Layers from the exit before up to ``layers``, then norm and head. ``states`` hold its residual streams, those of all
+    rows after each layer; ``write`` runs what the layers above write of those that leave. Both are None of the last part."""
 
     runner: NativeRunner
     layers: int
@@ -57,7 +57,7 @@ class EarlyExits:
         self._parts: list[_Part] = []
         self.depths = [0] * (len(self.layers) + 1)
         self.read_share = 1.0
-        """Of the weights that a step of the whole plan reads: what a row read on average, if all of the last step might leave."""
+        """Of the weights that a step of the whole plan reads: what a row of the last step read on average, if all might leave."""
         before: Tensor | None = None
         begin = 0
         for end in (*self.layers, plan.spec.n_layers):
@@ -129,6 +129,15 @@ class EarlyExits:
         """Rows by the number of layers that they passed, the whole model's last."""
         return dict(zip((*self.layers, self.whole.plan.spec.n_layers), self.depths, strict=True))
 
+    def read_shares(self) -> list[float]:
+        """Of the weights that a step of the whole plan reads: what a row reads that leaves after each of ``layers``, what it
+        writes to the layers above included; and what one reads that passes all of them."""
+        found, read = [], 0
+        for part in self._parts:
+            read += part.step_bytes
+            found.append((read + part.write_bytes) / self.whole.plan.step_bytes)
+        return found
+
     def _need(self, n: int) -> None:
         if len(self._best) < n:
             self._best, self._best_tokens = torch.empty(n), torch.empty(n, dtype=torch.int64)
@@ -177,5 +186,5 @@ def _may_leave(request: Request) -> bool:
 def _part(step: ScheduledStep, places: Sequence[int]) -> ScheduledStep:
     """The step of these of its requests alone, whose tables are known."""
     n_decodes = sum(i < step.n_decodes for i in places)
-    requests, counts, starts = ([of[i] for i in places] for of in (step.requests, step.counts, step.starts))
-    return ScheduledStep(step.number, requests, counts, starts, n_decodes, [], [])
+    counts, starts = [step.counts[i] for i in places], [step.starts[i] for i in places]
+    return ScheduledStep(step.number, [step.requests[i] for i in places], counts, starts, n_decodes, [], [])

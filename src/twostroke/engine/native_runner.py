@@ -76,7 +76,7 @@ class NativeRunner:
         weakref.finalize(self, loaded.ts_step_destroy, self._step)
         # A row of the table for each running request; a request has at most the pages of its longest context.
         width = min(config.n_pages, -(-config.max_model_len // config.page_tokens))
-        self.table = np.zeros((config.max_running, width), np.int64) if whole is None else whole.table
+        self.table: np.ndarray = np.zeros((config.max_running, width), np.int64) if whole is None else whole.table
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_held = 0

@@ -20,8 +20,8 @@ import msgspec
 from twostroke.core.aside import flush_to_disk, write_text
 from twostroke.core.documents import read_object
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.fitted_exits import FITTED_EXITS
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.fitted_exits import FITTED_EXITS
 from twostroke.core.policy import MAX_RUNNING
 from twostroke.core.spec import ModelSpec
 from twostroke.ledger.meter import Meter
