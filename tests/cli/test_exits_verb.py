@@ -62,7 +62,7 @@ def test_what_was_fitted_is_what_generate_takes(model: Path, capsys: pytest.Capt
         (("--early-exit", "maybe"), "--early-exit maybe is not known"),
         (("--early-exit", "at:7"), "--early-exit at:7 is not known"),
         (("--early-exit", "at:0.5", "--speculate", "ngram"), "does not go with --speculate ngram"),
-        (("--early-exit", "at:0.5", "--deterministic"), "does not go with --deterministic"),
+        (("--early-exit", "at:0.5", "--deterministic"), "does not go with deterministic"),
         (("--early-exit", "at:0.5", "--beams", "2"), "beam search"),
     ],
 )

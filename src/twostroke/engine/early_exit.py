@@ -57,7 +57,7 @@ class EarlyExits:
         self._parts: list[_Part] = []
         self.depths = [0] * (len(self.layers) + 1)
         self.read_share = 1.0
-        """Of the weights that a step of the whole plan reads: what a row of the last step read on average, if all might leave."""
+        """Of the weights that a whole step reads: what a row of the last step read on average, if all might leave."""
         before: Tensor | None = None
         begin = 0
         for end in (*self.layers, plan.spec.n_layers):

@@ -1,7 +1,7 @@
 """How sure a model must be before a row leaves early, so that a bounded share of its tokens changes.
 
 Thresholds are tried from the strictest on, and each is a hypothesis: "more than the allowed share of greedy tokens changes".
-The last one is taken before the first that text does not reject. Because they are tested in an order that was fixed beforehand, the
+The last one is taken before the first that text does not reject. They are tested in an order that was fixed beforehand, so the
 probability of taking one that changes more is at most that of a single wrong rejection (Learn then Test: Angelopoulos et al.
 2021, arXiv 2110.01052; for early exit CALM, arXiv 2207.07061). A test bets against its hypothesis, text after text, and rejects
 once it has won enough (Waudby-Smith and Ramdas 2024, arXiv 2010.09686): unlike Hoeffding's bound, that uses how little texts
