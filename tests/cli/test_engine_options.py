@@ -46,6 +46,8 @@ def test_words_of_settings_give_them_back() -> None:
         kv_dir_bytes=2**31,
         speculate="ngram",
         early_exit="at:0.5",
+        pin_threads="nodes",
+        huge_pages="on",
         deterministic=True,
     )
     assert set(given.changed()) == set(OPTIONS)

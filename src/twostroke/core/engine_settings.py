@@ -16,6 +16,7 @@ from twostroke.core.documents import MAX_INTEGER, is_integer
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
 from twostroke.core.tables import build
+from twostroke.core.topology import CORES, NODES
 
 RUNNERS = ("native", "torch")
 
@@ -98,10 +99,13 @@ class EngineSettings:
 
     ``max_model_len`` None: the model's positions, or fewer where the cache is smaller. ``kv_cache_bytes`` None: a quarter of
     the free memory, at most what ``max_running`` requests of full length need. ``n_threads`` None: ``OMP_NUM_THREADS``, else
-    every core this process may use, and one alone for small steps. ``speculate`` ngram: drafts are repeats in the request's own
-    text and in past outputs, as many as pay; auto: the same where the runner is native, whose results do not depend on how many
-    rows a step has, and where nothing repeats those of exit if the model was trained for it; draft:DIR: drafts are a smaller
-    model's with the same vocabulary; exit:LAYERS: those of the model's own first layers, exit: of a quarter of them.
+    every core this process may use, and one alone for small steps. ``pin_threads`` cores (auto): each native thread has a core
+    of its own, all as near together as they go; nodes: they are spread over all NUMA nodes, and each one's part of the weights
+    lies in its node's memory. ``huge_pages`` auto: the system is asked for them; on: it is made to, at the end of the start.
+    ``speculate`` ngram: drafts are repeats in the request's own text and in past outputs, as many as pay; auto: the same where
+    the runner is native, whose results do not depend on how many rows a step has, and where nothing repeats those of exit if
+    the model was trained for it; draft:DIR: drafts are a smaller model's with the same vocabulary; exit:LAYERS: those of the
+    model's own first layers, exit: of a quarter of them.
     ``early_exit`` at:THRESHOLD: a token is taken from an earlier layer if its probability is so much above the next one's (0 to
     1; 1: never); auto: by the threshold that was fitted to the model, so that a bounded share of tokens changes.
     ``deterministic``: the engine starts only where each log-probability has the same bits in any batch, chunks, number of
@@ -124,6 +128,10 @@ class EngineSettings:
     n_threads: int | None = _number(
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS
     )
+    pin_threads: str = _choice(
+        "Keep each thread on one processor, near together or over all NUMA nodes", (OFF, CORES, NODES), "--pin-threads", OFF
+    )
+    huge_pages: str = _choice("Large pages for weights and cache", (OFF, "on"), "--huge-pages")
     lora_memory_bytes: int | None = _number("Memory of adapters, in GiB. Default: 2.", option="--lora-memory-gib", unit=2**30)
     kv_dir: str | None = _path("Directory in which cached prefixes outlive memory and the process.", "--kv-dir")
     kv_dir_bytes: int | None = _number("Largest file of them, in GiB. Default: 10.", option="--kv-dir-gib", unit=2**30)

@@ -28,6 +28,7 @@ from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
 from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
 from twostroke.core.spec import ModelSpec
+from twostroke.core.topology import CORES, NODES, placed, processors_of
 from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
 from twostroke.engine.beam_choice import BeamChooser
@@ -123,6 +124,7 @@ class EngineCore:
         self.n_threads = self.settings.n_threads or _default_threads()
         self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
+        _place_threads(self.settings, self.n_threads)
         loaded = _load(Path(model_dir), self.settings.dtype)
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
@@ -183,6 +185,11 @@ class EngineCore:
         self._disk: DiskTier | None = None
         if self.settings.kv_dir is not None:
             self._disk = self.scheduler.lower = self._open_disk(Path(self.settings.kv_dir), Path(model_dir))
+        native_library = library()
+        self.huge_page_bytes = 0
+        """Bytes that ``huge_pages`` on has put into large pages at the start."""
+        if self.settings.huge_pages == "on" and native_library is not None:
+            self.huge_page_bytes = native_library.ts_collapse()
         self.load_s = time.perf_counter() - began
 
     def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter | ExitDrafter | RepeatsOrExits:
@@ -685,6 +692,27 @@ def _without_beams(places: Sequence[int], rows: Sequence[Request], taken: Taken)
     kept = [k for k, request in enumerate(rows) if request.beams is None]
     new = Taken([taken.tokens[k] for k in kept], [taken.logprobs[k] for k in kept])
     return [places[k] for k in kept], [rows[k] for k in kept], new
+
+
+def _place_threads(settings: EngineSettings, n_threads: int) -> None:
+    """Pin the native library's threads, before weights are packed by them, and say how it takes memory. Both are the process's,
+    as its threads are; an engine that asks for neither leaves them as they are. Raises ConfigError where that is impossible."""
+    loaded = library()
+    for name, asked in (("pin_threads", settings.pin_threads != OFF), ("huge_pages", settings.huge_pages != "auto")):
+        if asked and not _runs_natively(settings):
+            remedy = why_absent() or "Use runner='native' or 'auto'."
+            raise ConfigError(f"{name}={getattr(settings, name)!r} is of the native library's threads and memory. {remedy}")
+    if loaded is None:
+        return
+    if settings.huge_pages != "auto":
+        loaded.ts_set_huge_pages(settings.huge_pages != OFF)
+    if settings.pin_threads != OFF:
+        if not hasattr(os, "sched_getaffinity"):
+            raise ConfigError(f"pin_threads={settings.pin_threads!r} needs Linux. Use pin_threads='off'.")
+        how = NODES if settings.pin_threads == NODES else CORES
+        numbers = placed(processors_of(os.sched_getaffinity(0)), n_threads, how)
+        loaded.ts_set_threads(n_threads)
+        loaded.ts_pin_threads(np.asarray(numbers, np.int32).ctypes.data, len(numbers))
 
 
 def _default_threads() -> int:

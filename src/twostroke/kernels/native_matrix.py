@@ -109,6 +109,7 @@ class NativeMatrix:
         """A matrix whose ``packed_bytes`` at ``address`` the caller fills, from where another of the same kind was kept."""
         made = cls.__new__(cls)
         made._allocate(format, group, n, k, bias)
+        _loaded().ts_place(*made._shape[:4], made.address)
         return made
 
     def _allocate(self, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None) -> None:

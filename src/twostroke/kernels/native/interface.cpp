@@ -8,8 +8,13 @@
 #include "step_run.h"
 #include "targets.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #include <chrono>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #ifndef TS_SOURCES
 #define TS_SOURCES ""
@@ -63,6 +68,50 @@ int ts_choose(uint64_t features, int wanted) { return choose(features, wanted); 
 
 int ts_threads() { return Pool::shared().threads(); }
 void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
+
+// Thread i of every region runs on processors[i]; n 0: where the system likes.
+void ts_pin_threads(const int32_t* processors, int n) {
+    try {
+        Pool::shared().pin(std::vector<int>(processors, processors + n));
+    } catch (const std::bad_alloc&) {  // they stay where they are
+    }
+}
+// Where each of the first n threads of a region runs; -1 where the system does not tell.
+void ts_processors(int32_t* processors, int n) {
+    Pool::shared().run([&](int thread, int) {
+#if defined(__linux__)
+        if (thread < n) processors[thread] = sched_getcpu();
+#else
+        if (thread < n) processors[thread] = -1;
+#endif
+    });
+}
+// Touches the pages of a packed matrix, of zeros still, by the threads that will read them, if these are pinned: the
+// system then takes them from the memory next to these threads' processors. What is packed here needs none of it.
+void ts_place(int format, int group, int64_t n, int64_t k, void* packed) {
+    if (!Pool::shared().pinned()) return;
+    const int64_t bytes = packed_bytes(Format(format), group, n, k), page = 4096;
+    Pool::shared().run([&](int thread, int n_threads) {
+        const Matrix matrix{Format(format), group, n, k, packed, nullptr};
+        int64_t n0, n1;
+        share_outputs(matrix, thread, n_threads, n0, n1);
+        const char* const last =
+            thread + 1 == n_threads ? static_cast<char*>(packed) + bytes : layout::panel(matrix, layout::panels(n1));
+        for (auto* at = const_cast<char*>(layout::panel(matrix, n0 / layout::kPanelOutputs)); at < last; at += page)
+            *static_cast<volatile char*>(at) = 0;
+    });
+}
+
+// Whether memory that is allocated from now on asks for large pages.
+void ts_set_huge_pages(int asks) { set_huge_pages(asks != 0); }
+// Puts what is allocated into large pages now, whatever the system's setting is; bytes for which that worked.
+int64_t ts_collapse() {
+    try {
+        return collapse();
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
 
 void* ts_allocate(int64_t bytes) { return allocate(bytes); }
 void ts_release(void* block) { release(block); }

@@ -38,6 +38,7 @@ struct Block {
 };
 
 std::mutex lock;
+bool asks_for_large = true;
 Slab* current = nullptr;
 
 std::map<void*, Block>& blocks() {
@@ -52,7 +53,7 @@ Slab* map_slab(int64_t bytes) {
     if (mapped == MAP_FAILED) return nullptr;
     char* begin = up(static_cast<char*>(mapped), kLargePage);
 #if defined(MADV_HUGEPAGE)
-    madvise(begin, size_t(up(bytes, kLargePage)), MADV_HUGEPAGE);
+    madvise(begin, size_t(up(bytes, kLargePage)), asks_for_large ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #endif
     auto* slab =
         new (std::nothrow) Slab{static_cast<char*>(mapped), mapped_bytes, begin, begin + up(bytes, kLargePage)};
@@ -91,6 +92,33 @@ void* allocate(int64_t bytes) {
     return block;
 }
 
+void set_huge_pages(bool asks) {
+    std::lock_guard<std::mutex> guard(lock);
+    if (asks == asks_for_large) return;
+    asks_for_large = asks;
+    Slab* before = current;
+    current = nullptr;  // the rest of it asks otherwise
+    if (before) unmap_if_empty(before);
+}
+
+int64_t collapse() {
+    constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers do not name
+    std::lock_guard<std::mutex> guard(lock);
+    std::map<char*, char*> ranges;  // whole large pages of blocks that lie together
+    char* end = nullptr;
+    std::map<char*, char*>::iterator last = ranges.end();
+    for (const auto& [address, block] : blocks()) {
+        char* const first = static_cast<char*>(address);
+        if (last == ranges.end() || first != end) last = ranges.emplace(first, first).first;
+        last->second = end = first + block.bytes;
+    }
+    int64_t done = 0;
+    for (const auto& [first, behind] : ranges)
+        for (char* at = up(first, kLargePage); at + kLargePage <= behind; at += kLargePage)
+            if (madvise(at, size_t(kLargePage), kCollapse) == 0) done += kLargePage;
+    return done;
+}
+
 void release(void* address) {
     if (!address) return;
     std::lock_guard<std::mutex> guard(lock);
@@ -117,6 +145,8 @@ void* allocate(int64_t bytes) {
 }
 
 void release(void* block) { std::free(block); }
+void set_huge_pages(bool) {}
+int64_t collapse() { return 0; }
 
 #endif
 

@@ -10,6 +10,12 @@ namespace ts {
 // memory is taken when it is first touched.
 void* allocate(int64_t bytes);
 
+// Whether slabs from now on ask for large pages, as they do unless told otherwise.
+void set_huge_pages(bool asks);
+
+// Puts the touched pages of all slabs into large ones, as far as the system can; bytes of the slabs where it could.
+int64_t collapse();
+
 // Gives the block's pages back at once, and a slab's addresses with its last block.
 void release(void* block);
 

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <new>
 #include <system_error>
+#include <utility>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sched.h>
@@ -65,6 +66,45 @@ bool spin_longer(const Word& word, uint32_t value, double seconds) {
 thread_local int this_thread = 0;  // its number in the region that it runs
 thread_local Clock::time_point last_move{};
 
+// While it lives, the calling thread runs on one processor, unless the system refuses.
+class Pinned {
+public:
+    explicit Pinned(const std::vector<int>& pins) {
+#if defined(__linux__)
+        if (pins.empty() || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+        held_ = pin_to(pins[0]);
+#else
+        (void)pins;
+#endif
+    }
+    ~Pinned() {
+#if defined(__linux__)
+        if (held_) sched_setaffinity(0, sizeof before_, &before_);
+#endif
+    }
+    Pinned(const Pinned&) = delete;
+    Pinned& operator=(const Pinned&) = delete;
+
+    static bool pin_to(int processor) {
+#if defined(__linux__)
+        if (processor < 0 || processor >= CPU_SETSIZE) return false;
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(processor, &one);
+        return sched_setaffinity(0, sizeof one, &one) == 0;
+#else
+        (void)processor;
+        return false;
+#endif
+    }
+
+private:
+#if defined(__linux__)
+    cpu_set_t before_;
+    bool held_ = false;
+#endif
+};
+
 void child_after_fork() { Pool::shared().after_fork(); }
 
 }  // namespace
@@ -100,6 +140,7 @@ void Pool::note_processor() {
 }
 
 void Pool::move_apart() {
+    if (pinned()) return;
 #if defined(__linux__)
     const uint32_t here = uint32_t(sched_getcpu() + 1);
     bool shared = false;
@@ -128,7 +169,7 @@ void Pool::wake_workers() {
 #if defined(__linux__)
     cpu_set_t others;
     const int here = sched_getcpu();
-    if (here >= 0 && here < CPU_SETSIZE && sched_getaffinity(0, sizeof others, &others) == 0) {
+    if (!pinned() && here >= 0 && here < CPU_SETSIZE && sched_getaffinity(0, sizeof others, &others) == 0) {
         CPU_CLR(here, &others);
         for (int thread = 1; CPU_COUNT(&others) > 0 && thread < n_threads_; ++thread)
             if (const uint32_t number = number_[thread].value.load())
@@ -173,6 +214,14 @@ void Pool::resize(int n_threads) {
     n_threads_ = n_wanted_ = n_threads;
 }
 
+void Pool::pin(std::vector<int> processors) {
+    std::lock_guard<std::mutex> lock(region_);
+    if (processors == pins_) return;
+    stop();
+    n_threads_ = n_wanted_;
+    pins_ = std::move(processors);
+}
+
 void Pool::after_fork() {
     // The parent's threads do not exist here, and a lock or a counter may have been caught half way.
     // Nothing of theirs is destroyed: joining or detaching a thread that is not there is an error.
@@ -189,6 +238,7 @@ void Pool::work(int thread, uint32_t seen) {
 #if defined(__linux__)
     number_[thread].value.store(uint32_t(syscall(SYS_gettid)));
 #endif
+    if (thread < int(pins_.size())) Pinned::pin_to(pins_[thread]);
     note_processor();
     for (;;) {
         wait_while(epoch_.value, seen, epoch_sleepers_.value, kIdleSpinS);
@@ -207,6 +257,7 @@ void Pool::run_raw(Function function, void* argument) {
         function(argument, 0, 1);
         return;
     }
+    const Pinned here(pins_);
     this_thread = 0;
     note_processor();
     function_ = function;

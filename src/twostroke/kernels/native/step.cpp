@@ -63,6 +63,8 @@ void Step::run(const StepBatch& batch) {
 
 void Step::make_ready(int n_threads) {
     need_memory(n_threads);
+    pieces_.need(n_threads);
+    n_runs_++;
     for (TaskList& list : lists_) {
         list.fill(m_, *batch_, kernels_->task_rows(kv_), n_threads);
         partials_.need(list.partial_floats);
@@ -143,6 +145,7 @@ void Step::barrier() {
 void Step::work(int thread, int n_threads) {
     Now now{residual_.get(), attention_out_.get(), n_rows_, thread, n_threads};
     if (batch_->adapters != nullptr) now.adapters = row_adapters_.data();
+    now.operation = n_runs_ << 16;  // more than a plan has operations
     const auto needs_all = [](const StepOp& op) {
         return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows ||
                op.kind == OpKind::ExpertsAdd;

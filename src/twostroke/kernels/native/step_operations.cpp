@@ -2,6 +2,9 @@
 #include "step_run.h"
 
 #include <algorithm>
+#include <limits>
+
+#include "layout.h"
 
 namespace ts {
 
@@ -15,6 +18,14 @@ template <class Op>
 const Matrix* matrix_in(const Op&, long) {
     return nullptr;
 }
+// The larger of two numbers of different places, of equal ones the first; NaN before all others, the first of them.
+Best better(const Best& a, const Best& b) {
+    const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
+    if (a_nan != b_nan) return a_nan ? a : b;
+    if (a_nan || a.value == b.value) return a.index <= b.index ? a : b;
+    return a.value > b.value ? a : b;
+}
+
 // That of an operation; null: it has none.
 const Matrix* matrix_of(const StepOp& op) {
     return visit(op, [](const auto& held) -> const Matrix* { return matrix_in(held, 0); });
@@ -45,10 +56,31 @@ Step::Range Step::own_outputs(const Now& now, int64_t n_outputs) {
 // The outputs that this thread computes of its rows.
 Step::Range Step::own_outputs(const Now& now, const Matrix& w) const { return own_outputs(now, w.n); }
 
-void Step::multiply(const Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
-    const Range outputs = own_outputs(now, w);
-    product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
-    adapt(now, 0, outputs, y + now.first * w.n, w.n);
+// work(outputs) for all outputs of a matrix: pieces of this thread's part and of what others leave of theirs, or the
+// thread's own part as a whole. A product's values do not depend on where it is cut.
+template <class Work>
+void Step::each_piece(Now& now, const Matrix& w, Work work) {
+    const int64_t bytes = layout::panel(w, layout::panels(w.n)) - layout::panel(w, 0);
+    if (!now.shared || now.n_threads == 1 || bytes < kLeastPartBytes * now.n_threads) return work(own_outputs(now, w));
+    now.operation++;
+    for (int i = 0; i < now.n_threads; i++) {
+        const int owner = (now.thread + i) % now.n_threads;
+        Range part{0, 0};
+        share_outputs(w, owner, now.n_threads, part.first, part.last);
+        const int64_t n = part.last - part.first, each = (n + kPiecesEach - 1) / kPiecesEach;
+        const int64_t width = (each + kPieceOutputs - 1) / kPieceOutputs * kPieceOutputs;
+        for (int64_t p; n > 0 && (p = pieces_.take(owner, now.operation, (n + width - 1) / width)) >= 0;) {
+            const int64_t first = part.first + p * width;
+            work(Range{first, std::min(first + width, part.last)});
+        }
+    }
+}
+
+void Step::multiply(Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
+    each_piece(now, w, [&](Range outputs) {
+        product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
+        adapt(now, 0, outputs, y + now.first * w.n, w.n);
+    });
 }
 
 // The operation that reads what a norm made and may have adapters.
@@ -221,24 +253,26 @@ void Step::run(const OutProjectionAdd& op, Now& now) {
 void Step::run(const MlpUp& op, Now& now) {
     ThreadMemory& own_memory = *memory_[now.thread];
     const int64_t F = op.matrix.n;
-    const Range all = own_outputs(now, op.matrix);
     // Of a chunk's rows a part of the outputs at a time: they are activated while they are in the second-level cache.
     const int64_t width = now.shared ? F : kMlpOutputs;
     float* const inner = now.shared ? mlp_inner_.get() : own_memory.mlp_inner.get();
-    for (int64_t n0 = all.first; n0 < all.last; n0 += width) {
-        const int64_t n1 = std::min(all.last, n0 + width);
-        float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
-        product(op.matrix, now.prepared, n0, n1, inner, F, false);
-        if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
-        adapt(now, 0, {n0, n1}, inner, F);
-        adapt(now, 1, {n0, n1}, up, width);
-        for (int64_t r = 0; r < now.last - now.first; r++) {
-            float* to = inner + r * F + n0;
-            kernels_->activate(op.activation, to, op.up.packed != nullptr ? up + r * width + n0 : nullptr, n1 - n0, to);
-            if (op.shared)
-                for (int64_t i = 0; i < n1 - n0; i++) to[i] *= routing(now).dense_shares[now.first + r];
+    each_piece(now, op.matrix, [&](Range all) {
+        for (int64_t n0 = all.first; n0 < all.last; n0 += width) {
+            const int64_t n1 = std::min(all.last, n0 + width);
+            float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
+            product(op.matrix, now.prepared, n0, n1, inner, F, false);
+            if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
+            adapt(now, 0, {n0, n1}, inner, F);
+            adapt(now, 1, {n0, n1}, up, width);
+            for (int64_t r = 0; r < now.last - now.first; r++) {
+                float* to = inner + r * F + n0;
+                const float* const by = op.up.packed != nullptr ? up + r * width + n0 : nullptr;
+                kernels_->activate(op.activation, to, by, n1 - n0, to);
+                if (op.shared)
+                    for (int64_t i = 0; i < n1 - n0; i++) to[i] *= routing(now).dense_shares[now.first + r];
+            }
         }
-    }
+    });
     finish(now, true);
 }
 
@@ -252,12 +286,23 @@ void Step::run(const LmHead& op, Now& now) {
     const int64_t V = op.matrix.n;
     now.last = std::min(now.last, now.n_rows - batch_->n_hidden);
     if (now.last <= now.first) return;
-    multiply(now, op.matrix, slice(now.prepared, op.matrix.k, 0, now.last - now.first), batch_->logits, false);
-    if (op.cap > 0.0f) {
-        const Range capped = own_outputs(now, op.matrix);
-        for (int64_t r = now.first; r < now.last; r++)
-            kernels_->bound(batch_->logits + r * V + capped.first, capped.last - capped.first, op.cap);
-    }
+    const Rows rows = slice(now.prepared, op.matrix.k, 0, now.last - now.first);
+    const bool seeks = batch_->best != nullptr && now.shared;
+    Best* const mine = &best_[now.thread * kFewRows];
+    for (int64_t r = 0; seeks && r < now.last; r++) mine[r] = {-std::numeric_limits<float>::infinity(), V};
+    each_piece(now, op.matrix, [&](Range outputs) {
+        const int64_t n = outputs.last - outputs.first;
+        if (n <= 0) return;
+        product(op.matrix, rows, outputs.first, outputs.last, batch_->logits + now.first * V, V, false);
+        for (int64_t r = now.first; r < now.last; r++) {
+            float* const logits = batch_->logits + r * V + outputs.first;
+            if (op.cap > 0.0f) kernels_->bound(logits, n, op.cap);
+            if (!seeks) continue;
+            Best found = kernels_->best(logits, n);
+            found.index += outputs.first;
+            mine[r] = better(mine[r], found);
+        }
+    });
     if (batch_->best == nullptr) return;
     const auto keep = [&](int64_t r, const Best& found) {
         batch_->best[r] = found.value;
@@ -267,20 +312,11 @@ void Step::run(const LmHead& op, Now& now) {
         for (int64_t r = now.first; r < now.last; r++) keep(r, kernels_->best(batch_->logits + r * V, V));
         return;
     }
-    const Range outputs = own_outputs(now, op.matrix);
-    for (int64_t r = 0; r < now.last; r++) {
-        Best& mine = best_[now.thread * kFewRows + r];
-        mine = kernels_->best(batch_->logits + r * V + outputs.first, outputs.last - outputs.first);
-        mine.index += outputs.first;
-    }
     barrier();
-    const Range rows = own(now, 1);
-    for (int64_t r = rows.first; r < rows.last; r++) {
-        Best found = best_[r];  // the first thread's tokens come first, and ties are the first's
-        for (int t = 1; t < now.n_threads; t++) {
-            const Best& other = best_[t * kFewRows + r];
-            if (!(other.value <= found.value) && found.value == found.value) found = other;
-        }
+    const Range all = own(now, 1);
+    for (int64_t r = all.first; r < all.last; r++) {
+        Best found = best_[r];
+        for (int t = 1; t < now.n_threads; t++) found = better(found, best_[t * kFewRows + r]);
         keep(r, found);
     }
 }

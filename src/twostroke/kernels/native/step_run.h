@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pieces.h"
 #include "step.h"
 #include "step_memory.h"
 #include "step_tasks.h"
@@ -19,12 +20,14 @@ namespace ts {
 constexpr int64_t kFewRows = 48;  // threads share the outputs of up to so many rows; of more, each takes chunks of rows
 constexpr int64_t kPrivateRows =
     4;  // so few are normalised and quantised by every thread for itself: cheaper than a barrier
-constexpr int64_t kChunkRows = 256;           // most: every chunk reads a layer's weights again
-constexpr int64_t kMlpOutputs = 256;          // of a chunk's rows, gate and up by turns
-constexpr int64_t kExpertRows = 1024;         // rows, each with one of its experts, between two barriers
-constexpr int64_t kPartFloats = 64 << 10;     // of an expert's outputs at a time: they stay in the second-level cache
-constexpr int64_t kThinRowBytes = 64;         // of a row for an adapter, beside its numbers
-constexpr int64_t kPrefetchBytes = 64 << 10;  // of the next matrix, before a thread waits for the others
+constexpr int64_t kChunkRows = 256;        // most: every chunk reads a layer's weights again
+constexpr int64_t kMlpOutputs = 256;       // of a chunk's rows, gate and up by turns
+constexpr int64_t kExpertRows = 1024;      // rows, each with one of its experts, between two barriers
+constexpr int64_t kPartFloats = 64 << 10;  // of an expert's outputs at a time: they stay in the second-level cache
+constexpr int64_t kThinRowBytes = 64;      // of a row for an adapter, beside its numbers
+constexpr int64_t kPiecesEach = 8, kPieceOutputs = 64;  // a thread's part of a matrix, in pieces that others may take
+constexpr int64_t kLeastPartBytes = 128 << 10;          // of a part of fewer, taking pieces costs more than it saves
+constexpr int64_t kPrefetchBytes = 64 << 10;            // of the next matrix, before a thread waits for the others
 
 // Rows of a chunk that a thread takes through the operations between two attentions; 0: few rows, not cut.
 inline int64_t chunk_rows(int64_t n_rows, int64_t n_threads) {
@@ -71,6 +74,7 @@ private:
         const Adapter* const* adapters = nullptr;  // of each row; null: the step has none
         const float* thin = nullptr;               // what the adapters made of rows, from row `first` on
         int64_t n_claims = 0;
+        uint64_t operation = 0;  // that was last shared out in pieces
     };
     struct Range {
         int64_t first, last;
@@ -126,7 +130,9 @@ private:
     static Range own_outputs(const Now&, int64_t n_outputs);
     template <class Op>
     void add(const Op&, Now&, const Rows&);
-    void multiply(const Now&, const Matrix&, const Rows&, float* y, bool add);
+    template <class Work>
+    void each_piece(Now&, const Matrix&, Work);
+    void multiply(Now&, const Matrix&, const Rows&, float* y, bool add);
     template <typename Fill>
     Rows prepare(Now&, size_t reader, Format, float* shared_to, float* own_to, int64_t k, Fill);
     Rows prepare(Now&, Format, float* rows, int64_t k);
@@ -159,6 +165,8 @@ private:
     bool alone_ = false;
     std::vector<TaskList> lists_;
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
+    Pieces pieces_;
+    uint64_t n_runs_ = 0;
     std::vector<const Adapter*> row_adapters_, kept_adapters_;
     Array<int64_t> positions_, slots_, first_rows_;
     Array<float> residual_, qkv_, attention_out_, kept_residual_, kept_attention_out_, rope_, normed_, mlp_inner_, up_,

@@ -42,7 +42,9 @@ AT_ONCE = 2 * MAX_RUNNING
 MOST_PLACES = 2**20
 """Answers under way, so that no request is refused for the number of its prompts and answers."""
 FORMAT = 1
-NO_MATTER = frozenset({"n_threads", "kv_dir", "kv_dir_bytes", "speculate", "lora_memory_bytes", "deterministic"})
+NO_MATTER = frozenset(
+    {"n_threads", "pin_threads", "huge_pages", "kv_dir", "kv_dir_bytes", "speculate", "lora_memory_bytes", "deterministic"}
+)
 """Engine settings that change no answer, so that a job may go on with others."""
 DECISIVE = frozenset(
     {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
