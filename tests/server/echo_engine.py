@@ -1,5 +1,6 @@
 """An engine process whose engine is a few lines: each output token is the one before it plus one; the i-th answer
-to a prompt starts 10·i further on. No model, no torch.
+to a prompt starts 10·i further on. No model, no torch. With ``--caches`` it keeps the newest ``CACHED_PAGES`` pages
+of prompts, as keys alone.
 
 Run as a program, it takes the arguments of the real one. Some prompts make it misbehave, by their first token.
 """
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import CapacityError, InputError
+from twostroke.scheduling.prefix_tree import ROOT, PrefixTree, chain_key
 from twostroke.server import wire
 from twostroke.server.engine_process import serve_engine
 
 VOCAB = 300
 PAGE_TOKENS = 4
+CACHED_PAGES = 64
 
 REFUSE, TOO_LARGE, FAIL_IN_STEP, HANG_IN_STEP, EXIT, STOP_PROCESS, SLOW = range(VOCAB - 7, VOCAB)
 
@@ -62,6 +65,7 @@ class Running:
     client: str = ""
     n_output: int = 0
     script: list[int] = field(default_factory=list)
+    cached: int = 0
 
 
 @dataclass
@@ -72,6 +76,32 @@ class EchoEngine:
     step_s: float = 0.0
     say: Path | None = None
     adapters: dict[str, Path] = field(default_factory=dict)
+    caches: bool = False
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    pages: list[int] = field(default_factory=lambda: list(range(CACHED_PAGES)))  # the one that is overwritten next first
+
+    def watch_blocks(self) -> list[bytes]:
+        return self.tree.watch()
+
+    def changed_blocks(self) -> dict[bytes, bool]:
+        return self.tree.changes()
+
+    def cached(self, prompt_ids: list[int]) -> int:
+        """Tokens of the prompt that are cached, without the last. It is cached whole afterwards."""
+        key, n = ROOT, 0
+        if not self.caches:
+            return 0
+        for i in range(0, len(prompt_ids) - PAGE_TOKENS, PAGE_TOKENS):
+            tokens, before = prompt_ids[i : i + PAGE_TOKENS], key
+            key = chain_key(before, tokens)
+            if self.tree.held(key) is not None:
+                n += PAGE_TOKENS
+                continue
+            page = self.pages.pop(0)
+            self.pages.append(page)
+            self.tree.remove(page)
+            self.tree.insert(key, tokens, page, before)
+        return n
 
     def prepare(self, params: Any) -> None:
         if params.constraint.text == "slow":
@@ -79,10 +109,11 @@ class EchoEngine:
         if params.constraint.text == "refuse":
             raise InputError("the constraint is refused by the echo engine.")
 
-    def load_adapter(self, name: str, directory: Path) -> None:
+    def load_adapter(self, name: str, directory: Path) -> bytes:
         if not directory.is_dir():
             raise InputError(f"{directory} has no adapter_config.json.", field="lora_path")
         self.adapters[name] = directory
+        return name.encode()
 
     def unload_adapter(self, name: str) -> None:
         del self.adapters[name]
@@ -107,10 +138,10 @@ class EchoEngine:
             raise InputError("prompt is refused by the echo engine.")
         if prompt_ids[0] == TOO_LARGE:
             raise CapacityError("prompt needs more pages than there are.")
+        cached = self.cached(prompt_ids)
         for i in range(params.n):
-            self.requests[request_id, i] = Running(
-                [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)], params, client
-            )
+            tokens = [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)]
+            self.requests[request_id, i] = Running(tokens, params, client, cached=cached)
             if self.say is not None and self.say.exists():
                 self.requests[request_id, i].script = json.loads(self.say.read_text())
 
@@ -161,7 +192,8 @@ class EchoEngine:
                 scores = [
                     Logprob(-0.5 - i, top) for i in range(request.params.prompt_logprobs_start - 1, len(request.tokens) - 2)
                 ]
-            events.append(Event(request_id, [token], logprobs, finish, index, scores))
+            cached = request.cached if request.n_output == 1 and index == 0 else 0
+            events.append(Event(request_id, [token], logprobs, finish, index, scores, cached))
             if finish:
                 del self.requests[request_id, index]
         return events
@@ -179,6 +211,7 @@ def main() -> int:
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--step-s", type=float, default=0.001)
     parser.add_argument("--say", type=Path, help="a file of token ids: while it is there, every answer is these")
+    parser.add_argument("--caches", action="store_true")
     args = parser.parse_args()
 
     def load() -> tuple[EchoEngine, wire.Ready]:
@@ -189,7 +222,7 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        return EchoEngine(step_s=args.step_s, say=args.say), wire.Ready(
+        return EchoEngine(step_s=args.step_s, say=args.say, caches=args.caches), wire.Ready(
             "fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo"
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
-from twostroke.server.launch import ServeSettings, bind, launch_engine
+from twostroke.server.launch import ServeSettings, bind
 from twostroke.server.run import Started, serve_model
 
 
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--files-dir", type=Path)
     parser.add_argument("--engine", action="append", default=[])
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--plain", action="store_true")
     args = parser.parse_args()
@@ -57,10 +58,11 @@ def main() -> int:
         args.max_concurrent,
         args.grace_s,
         files_dir=args.files_dir,
+        replicas=args.replicas,
         extra=tuple(args.engine),
     )
     listener = bind(args.host, 0)
-    child = launch_engine(settings.engine_command())
+    child = settings.launches()[0]()
 
     def announce(started: Started) -> None:
         print(json.dumps({"url": started.url, "engine_pid": child.process.pid}), flush=True)

@@ -199,6 +199,22 @@ def test_a_reader_that_never_reads_is_cut_off_at_the_limit(monkeypatch: pytest.M
     asyncio.run(scenario())
 
 
+def test_a_reader_that_takes_the_last_tokens_is_woken_for_the_error_behind_them() -> None:
+    async def scenario() -> None:
+        async with client_of() as client:
+            wake = asyncio.Event()
+            (stream,) = client.submit([1], SamplingParams(max_tokens=100_000), wake)
+            await wake.wait()
+            stream.fail(EngineLostError("as asked"))  # in the same turn of the loop as tokens
+            wake.clear()
+            assert stream.take()
+            assert wake.is_set()
+            with pytest.raises(EngineLostError):
+                stream.take()
+
+    asyncio.run(scenario())
+
+
 def test_a_closed_stream_is_aborted_in_the_engine() -> None:
     async def scenario() -> None:
         async with client_of() as client:

@@ -37,6 +37,9 @@ def serve(
     files_dir: Path | None = typer.Option(
         None, help="Directory of uploaded files and batches. Without it there is no /v1/files and no /v1/batches."
     ),
+    replicas: int = typer.Option(
+        1, min=1, help="Engines, each with its share of the processors and a cache of its own. Engine options are of each."
+    ),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -45,7 +48,7 @@ def serve(
     import logging
 
     from twostroke.core.families import read_spec
-    from twostroke.server.launch import ServeSettings, bind, is_loopback, launch_engine
+    from twostroke.server.launch import ServeSettings, bind, is_loopback, shares
 
     directory = opened_model(model)
     read_spec(directory).require_buildable()  # before anything starts, so that an unusable config.json is told at once
@@ -58,10 +61,12 @@ def serve(
     adapters = {name: str(path.resolve()) for name, path in adapters_of(lora).items()}
     if taken := sorted(adapters.keys() & set(names)):
         raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
-    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir)
+    if replicas > 1 and not all(shares(replicas)):
+        raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use.")
+    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas)
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
-    child = launch_engine(settings.engine_command())
+    child = settings.launches()[0]()
     try:
         from twostroke.server.run import Started, serve_model
 
@@ -78,10 +83,12 @@ def serve(
                 "weights_bytes": ready.weights_bytes,
                 "kv_cache_bytes": ready.kv_cache_bytes,
                 "max_model_len": ready.max_model_len,
+                "replicas": replicas,
                 "run_id": started.run_id,
             }
+            kind = ready.dtype if replicas == 1 else f"{ready.dtype}, {replicas} engines"
             sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
-            line = f"serving {started.names[0]} ({ready.dtype}, {sizes}) at {started.url}/v1"
+            line = f"serving {started.names[0]} ({kind}, {sizes}) at {started.url}/v1"
             for note in ready.notes:
                 log(note)
             emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)

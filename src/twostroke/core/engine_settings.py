@@ -153,6 +153,7 @@ class EngineSettings:
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
     )
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
+    replicas: int = 1  # engines like this one on this machine, which share its memory and one copy of the packed weights
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
@@ -170,6 +171,8 @@ class EngineSettings:
                     raise ConfigError(f"{name}={value!r} is not a directory. Name one, or one that is to be made.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
+        if not (is_integer(self.replicas) and self.replicas >= 1):
+            raise ConfigError(f"replicas={self.replicas!r} must be a whole number, at least 1.")
 
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their default."""

@@ -137,7 +137,8 @@ class EngineCore:
             self.spec = self.spec.with_(notes=(*self.spec.notes, UNTRAINED))
         head = None if self.settings.head_dtype == "auto" else self.settings.head_dtype
         # Packing takes longer than the rest of a start. With an earlier start's file the whole takes 0.05 to 0.10 s (135M).
-        packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
+        shared = self.settings.replicas > 1
+        packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head)), shared) if native else None
         self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
         self.loaded_packed = packed is not None and packed.is_read
         if packed is not None:
@@ -390,19 +391,27 @@ class EngineCore:
         if params.constraint is not None:
             self._grammars.compile(params.constraint)
 
-    def load_adapter(self, name: str, directory: Path | str) -> None:
-        """Let requests name the adapter in ``directory``. Raises ConfigError with early exit, and what ``AdapterStore.add``
-        raises."""
+    def load_adapter(self, name: str, directory: Path | str) -> bytes:
+        """Let requests name the adapter in ``directory``. Returns its key. Raises ConfigError with early exit, and what
+        ``AdapterStore.add`` raises."""
         if self.exits is not None:
             raise ConfigError(
                 f"early_exit={self.settings.early_exit!r} does not go with adapters: how sure the model must be at an exit was "
                 "fitted without them. Use early_exit='off', or merge the adapter into the model (`twostroke export`)."
             )
-        self.adapters.add(name, directory)
+        return self.adapters.add(name, directory).key
 
     def unload_adapter(self, name: str) -> None:
         """Let no further request name it; those under way are finished. Raises InputError for an unknown name."""
         self.adapters.remove(name)
+
+    def watch_blocks(self) -> list[bytes]:
+        """Keys of the pages of prefixes that can be found. From here on `changed_blocks` returns what changes."""
+        return self.scheduler.pool.tree.watch()
+
+    def changed_blocks(self) -> dict[bytes, bool]:
+        """Keys of pages that were stored (true) or removed since the last call."""
+        return self.scheduler.pool.tree.changes()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
@@ -811,7 +820,7 @@ def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str, draft_rows: i
     page_bytes = token * settings.page_tokens
     free = available_bytes()
     if settings.kv_cache_bytes is None:
-        share = policy.CACHE_SHARE * free
+        share = policy.CACHE_SHARE * free / settings.replicas
         n_pages = policy.default_pages(page_bytes, share, max_model_len, settings.max_running, settings.page_tokens)
     else:
         n_pages = settings.kv_cache_bytes // page_bytes

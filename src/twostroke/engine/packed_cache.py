@@ -6,6 +6,10 @@ which files the weights are in (path, inode, size, times), how weights and head 
 
 A file is checked before it is used: its header has a digest, each matrix has a sum, and a matrix must have the format and shape
 that the model needs next. A matrix that fails is packed from the weights again, and the file is written anew.
+
+Engines that share a machine map the file instead of reading it, so that they hold one copy of the matrices together. The first,
+which packs them, gives up its own for the file's. Nobody writes to a file that has its name, and one that is removed stays
+until the last of them ends.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import re
 import secrets
@@ -47,9 +52,11 @@ RETURN_EVERY = 2**24
 _FILE = re.compile(r"[0-9a-f]{32}\.bin")
 _PARTIAL = re.compile(r"[0-9a-f]{32}\.([0-9]+)\.[0-9a-f]{16}\.partial")
 
-_MAGIC = b"twostroke packed"
+_MAGIC = b"twostroke pack 2"
 _START = struct.Struct("<16sQ32s")  # magic; bytes before the first matrix; digest of those bytes without itself
 _ALIGNMENT = 4096
+_LINE = 64
+"""Each matrix begins at a multiple of it, in the file as in memory."""
 _MAX_HEADER_BYTES = 2**24
 
 
@@ -105,11 +112,15 @@ def states_of_files(files: Iterable[Path]) -> list[str]:
 class PackedCache:
     """The matrices of one plan, in the order of lowering: read from a file, or else collected to be written to one.
 
-    ``matrix(pack, due)`` returns the next one. From the first thing that is wrong with the file, ``pack`` makes them.
+    ``matrix(pack, due)`` returns the next one. From the first thing that is wrong with the file, ``pack`` makes them. If
+    ``shared``, they are those of a mapping of the file.
     """
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, key: str | None, shared: bool = False) -> None:
         self.key = key
+        self._shared = shared
+        self._mapped: npt.NDArray[np.uint8] | None = None
+        self._at = 0
         self._made: list[NativeMatrix] = []
         self._n_packed = 0
         self._entries: list[Entry] = []
@@ -119,6 +130,9 @@ class PackedCache:
                 stream = folder.read(f"{key}.bin")
                 try:
                     self._entries = _read_header(stream, key)
+                    self._at = stream.tell()
+                    if shared:
+                        self._mapped = _mapped(stream)
                     with contextlib.suppress(OSError):
                         os.utime(stream.fileno())  # the files used last stay
                 except BaseException:
@@ -154,7 +168,10 @@ class PackedCache:
     def _read(self, stream: FileIO, due: Due, bias: Any) -> NativeMatrix:
         if len(self._made) == len(self._entries) or self._entries[len(self._made)].due != due:
             raise ValueError("another matrix")
-        entry = self._entries[len(self._made)]
+        entry, at = self._entries[len(self._made)], self._at
+        self._at += _padded(entry.bytes)
+        if self._mapped is not None:
+            return self._placed(self._mapped[at : at + entry.bytes], entry, bias)
         made = NativeMatrix.empty(due.format, due.group, due.n, due.k, bias)
         if made.packed_bytes != entry.bytes:
             raise ValueError("another layout")
@@ -165,12 +182,25 @@ class PackedCache:
             if not n:
                 raise ValueError("truncated")
             read += n
+        behind = _padded(entry.bytes) - entry.bytes
+        if len(stream.read(behind) if behind else b"") != behind:
+            raise ValueError("truncated")
         if _total(target) != entry.total:
             raise ValueError("the file was altered")
         return made
 
+    def _placed(self, data: npt.NDArray[np.uint8], entry: Entry, bias: Any) -> NativeMatrix:
+        due = entry.due
+        made = NativeMatrix.at(data.ctypes.data, data, due.format, due.group, due.n, due.k, bias)
+        if made.packed_bytes != entry.bytes:
+            raise ValueError("another layout")
+        if _total(data) != entry.total:
+            raise ValueError("the file was altered")
+        return made
+
     def finish(self) -> threading.Thread | None:
-        """Called after the last matrix. Writes the matrices in the background if they were packed and are worth a file.
+        """Called after the last matrix. Writes the matrices in the background if they were packed and are worth a file. If they
+        are shared it waits for that, and takes those of the file.
 
         A process that ends before that waits for the thread, so a short run leaves the file as well.
         """
@@ -182,9 +212,39 @@ class PackedCache:
         made, self._made = self._made, []
         if was_read or self.key is None or sum(m.packed_bytes for m in made) < LEAST_KEPT_PACKED_BYTES:
             return None
+        if self._shared:
+            _write(self.key, made)
+            _take_from_file(self.key, made)
+            return None
         thread = threading.Thread(target=_write, args=(self.key, made), name="packed-weights")
         thread.start()
         return thread
+
+
+def _take_from_file(key: str, matrices: list[NativeMatrix]) -> None:
+    """Let ``matrices`` be those of the file that was just written of them. What is wrong with it leaves them as they are."""
+    with contextlib.suppress(OSError, ValueError, ConfigError), private_folder(packed_dir()) as folder:
+        with folder.read(f"{key}.bin") as stream:
+            entries, at = _read_header(stream, key), stream.tell()
+            data = _mapped(stream)
+        if [entry.due for entry in entries] != [Due.of(matrix) for matrix in matrices]:
+            raise ValueError("other matrices")
+        for entry, matrix in zip(entries, matrices, strict=True):
+            place = data[at : at + entry.bytes]
+            at += _padded(entry.bytes)
+            if entry.bytes != matrix.packed_bytes or _total(place) != entry.total:
+                raise ValueError("the file was altered")
+            matrix.move(place.ctypes.data, place)
+    return_freed_memory()
+
+
+def _mapped(stream: FileIO) -> npt.NDArray[np.uint8]:
+    """The whole file, in memory that all who map it share. Raises OSError, and ValueError for an empty file."""
+    return np.frombuffer(mmap.mmap(stream.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // _LINE) * _LINE
 
 
 def _memory(matrix: NativeMatrix) -> npt.NDArray[np.uint8]:
@@ -227,7 +287,7 @@ def _read_header(stream: FileIO, key: str) -> list[Entry]:
         entries = [Entry(Due(*row[:4]), *map(int, row[4:])) for row in json.loads(table)]
     except (TypeError, RecursionError) as error:
         raise ValueError("not a table of matrices") from error
-    if os.fstat(stream.fileno()).st_size != size + sum(entry.bytes for entry in entries):
+    if os.fstat(stream.fileno()).st_size != size + sum(_padded(entry.bytes) for entry in entries):
         raise ValueError("truncated")
     return entries
 
@@ -237,7 +297,7 @@ def _write(key: str, matrices: list[NativeMatrix]) -> None:
     with contextlib.suppress(OSError, ValueError, ConfigError), private_folder(packed_dir(), create=True) as folder:
         entries = [Entry(Due.of(m), m.packed_bytes, _total(_memory(m))) for m in matrices]
         header = _header(key, entries)
-        if not _make_room(folder, f"{key}.bin", len(header) + sum(entry.bytes for entry in entries)):
+        if not _make_room(folder, f"{key}.bin", len(header) + sum(_padded(entry.bytes) for entry in entries)):
             return
         partial = f"{key}.{os.getpid()}.{secrets.token_hex(8)}.partial"
         try:
@@ -245,6 +305,7 @@ def _write(key: str, matrices: list[NativeMatrix]) -> None:
                 stream.write(header)
                 for matrix in matrices:
                     stream.write(_memory(matrix).data)
+                    stream.write(bytes(_padded(matrix.packed_bytes) - matrix.packed_bytes))
             folder.rename(partial, f"{key}.bin")  # in one step: no reader sees half a file
         except BaseException:
             with contextlib.suppress(OSError):

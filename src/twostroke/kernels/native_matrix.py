@@ -112,16 +112,38 @@ class NativeMatrix:
         _loaded().ts_place(*made._shape[:4], made.address)
         return made
 
-    def _allocate(self, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None) -> None:
-        loaded = _loaded()
+    @classmethod
+    def at(
+        cls, address: int, owner: object, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None = None
+    ) -> NativeMatrix:
+        """A matrix whose bytes are at ``address``, a multiple of 64, for as long as ``owner`` lives. Nobody writes to them."""
+        made = cls.__new__(cls)
+        made._describe(format, group, n, k, bias)
+        made._take(address, owner)
+        return made
+
+    def move(self, address: int, owner: object) -> None:
+        """Free the bytes and take the same at ``address``, as in ``at``. The library holds no view of them yet."""
+        assert isinstance(self._owner, weakref.finalize)
+        self._owner()
+        self._take(address, owner)
+
+    def _take(self, address: int, owner: object) -> None:
+        self.address, self._owner = address, owner
+
+    def _describe(self, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None) -> None:
         self.format, self.group, self.n_rows, self.n_columns = format, group, n, k
         self.bias = None if bias is None else bias.float().contiguous()
-        self.packed_bytes: int = loaded.ts_packed_bytes(FORMATS[format], group, n, k)
-        self.address: int = loaded.ts_allocate(self.packed_bytes)
-        if not self.address:
-            raise CapacityError(f"a matrix of {self.packed_bytes} bytes does not fit in memory.")
-        weakref.finalize(self, loaded.ts_release, self.address)
+        self.packed_bytes: int = _loaded().ts_packed_bytes(FORMATS[format], group, n, k)
         self.n_bytes = self.held_bytes = self.packed_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def _allocate(self, format: str, group: int, n: int, k: int, bias: Float[Tensor, " N"] | None) -> None:
+        loaded = _loaded()
+        self._describe(format, group, n, k, bias)
+        address: int = loaded.ts_allocate(self.packed_bytes)
+        if not address:
+            raise CapacityError(f"a matrix of {self.packed_bytes} bytes does not fit in memory.")
+        self._take(address, weakref.finalize(self, loaded.ts_release, address))
 
     @property
     def c(self) -> CMatrix:

@@ -42,6 +42,7 @@ class PrefixTree:
         self._page_of: dict[bytes, int] = {}
         self._entry_of: dict[int, tuple[bytes, list[int], bytes]] = {}  # page → its key, its own tokens, the key before it
         self._behind: dict[bytes, dict[int, None]] = {}  # key → pages that follow it, the newest last
+        self._changes: dict[bytes, bool] | None = None
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -58,6 +59,18 @@ class PrefixTree:
                 break
             pages.append(page)
         return pages
+
+    def watch(self) -> list[bytes]:
+        """The keys that are known now. From here on `changes` returns what is stored and removed."""
+        self._changes = {}
+        return list(self._page_of)
+
+    def changes(self) -> dict[bytes, bool]:
+        """Keys that were stored (true) or removed since the last call, each with its last change. Empty if nobody watches."""
+        if not self._changes:
+            return {}
+        found, self._changes = self._changes, {}
+        return found
 
     def held(self, key: bytes) -> tuple[int, list[int]] | None:
         """The page of ``key`` and its own tokens, the same list for as long as the page stays. Any thread may ask."""
@@ -87,6 +100,8 @@ class PrefixTree:
         self._page_of[key] = page
         self._entry_of[page] = (key, tokens, parent)
         self._behind.setdefault(parent, {})[page] = None
+        if self._changes is not None:
+            self._changes[key] = True
         return True
 
     def remove(self, page: int) -> None:
@@ -95,6 +110,8 @@ class PrefixTree:
         if entry is not None:
             key, _, parent = entry
             del self._page_of[key]
+            if self._changes is not None:
+                self._changes[key] = False
             behind = self._behind[parent]
             del behind[page]
             if not behind:

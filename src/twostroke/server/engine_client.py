@@ -15,6 +15,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
 
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -32,6 +35,8 @@ BACKOFF_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """The back-off starts anew after an engine that lived this long."""
 MAX_PENDING_BYTES = 2**20
+HELD_BYTES = 2**16
+"""Of a held answer, as much as is passed on at once: 8,000 tokens."""
 _TICK_S = 0.25
 
 
@@ -47,15 +52,84 @@ class SlowReaderError(EngineError):
     """Output waits for a client that does not read it."""
 
 
+class Aborts(Protocol):
+    """What a stream needs of who computes it."""
+
+    def abort(self, stream: TokenStream) -> None: ...
+
+
+class Engines(Protocol):
+    """One engine, or several alike that are used as one."""
+
+    @property
+    def info(self) -> wire.Ready | None: ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def submit(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        wake: asyncio.Event,
+        priority: int = 0,
+        client: str = "",
+        timeout_s: float | None = None,
+        whole: bool = False,
+        lora: str | None = None,
+    ) -> list[TokenStream]: ...
+
+    async def change_adapter(self, name: str, directory: str | None) -> None: ...
+
+    async def stats(self) -> dict[str, float]: ...
+
+    def rows(self) -> list[dict[str, float]]: ...
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]: ...
+
+    async def run(self) -> None: ...
+
+    async def wait_loaded(self) -> wire.Ready: ...
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class TokenStream:
     """Tokens of one answer, in order. ``wake`` is set when some have come. An answer of which more than ``MAX_PENDING_BYTES``
     wait to be taken is ended. The first answer's stream has the ``prompt_logprobs`` before any answer has a token, and with the
-    first token how many tokens of the prompt were cached. A pooled prompt's has its ``embedding`` at the end."""
+    first token how many tokens of the prompt were cached. A pooled prompt's has its ``embedding`` at the end.
 
-    def __init__(self, client: EngineClient, request_id: str, index: int, wake: asyncio.Event) -> None:
+    An answer of which nothing was taken may `begin_again` on another engine. If ``held``, nothing can be taken before the
+    answer is complete or has ``HELD_BYTES``. ``first_s`` is when the first tokens came (``time.perf_counter``), ``asked`` what
+    was asked for, until some are taken, ``asked_s`` when (``time.monotonic``)."""
+
+    def __init__(
+        self,
+        client: Aborts,
+        request_id: str,
+        index: int,
+        wake: asyncio.Event,
+        asked: wire.Add | None = None,
+        held: bool = False,
+    ) -> None:
         self.request_id = request_id
         self.index = index
         self.finished = False
+        self.asked = asked
+        self.asked_s = time.monotonic()
+        self.retried = False
+        self.lora = None if asked is None else asked.lora
+        self.first_s: float | None = None
+        self.on_first: Callable[[float], None] | None = None
         self.prompt_logprobs: list[wire.TokenLogprobs] = []
         self.cached_tokens = 0
         self.embedding: bytes | None = None
@@ -64,11 +138,16 @@ class TokenStream:
         self._pending_bytes = 0
         self._error: TwostrokeError | None = None
         self._wake = wake
+        self._held = held
 
     def push(self, delta: wire.TokenDelta) -> None:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs += delta.prompt_logprobs  # sent once a request, so a slow reader cannot pile them up
             return
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+            if self.on_first is not None:
+                self.on_first(self.first_s)
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         self.embedding = self.embedding or delta.embedding
         self._pending.append(delta)
@@ -79,19 +158,33 @@ class TokenStream:
             self._pending, self._pending_bytes = [], 0
             self.fail(SlowReaderError("the client reads more slowly than the model writes; the request was ended."))
             self._client.abort(self)
-        self._wake.set()
+        self._held = self._held and not self.finished and self._pending_bytes < HELD_BYTES
+        if not self._held:
+            self._wake.set()
 
     def fail(self, error: TwostrokeError) -> None:
         self._error = error
-        self.finished = True
+        self.finished, self._held = True, False
         self._wake.set()
 
     def take(self) -> list[wire.TokenDelta]:
         """All that has arrived since the last call. Once nothing waits, raises the error that ended the answer."""
         if not self._pending and self._error is not None:
             raise self._error
-        deltas, self._pending, self._pending_bytes = self._pending, [], 0
+        if self._held or not self._pending:
+            return []
+        if self._error is not None:
+            self._wake.set()  # the error came with these tokens, and is for the next call
+        deltas, self._pending, self._pending_bytes, self.asked = self._pending, [], 0, None
         return deltas
+
+    def begin_again(self, client: Aborts, request_id: str) -> None:
+        """Forget what has arrived: ``client`` computes the whole answer under ``request_id``. Nothing of it was taken."""
+        self.retried = True
+        self._client, self.request_id = client, request_id
+        self._pending, self._pending_bytes = [], 0
+        self.prompt_logprobs.clear()
+        self.cached_tokens, self.embedding, self.first_s = 0, None, None
 
     def close(self) -> None:
         """Take no more tokens. An unfinished answer is aborted in the engine."""
@@ -134,7 +227,9 @@ class _Channel(asyncio.Protocol):
 
 
 class EngineClient:
-    """Keeps one engine process running. ``launch`` starts one; ``first`` was started before this object could be made.
+    """Keeps one engine process running. ``launch`` starts one; ``first`` was started before this object could be made. Answers
+    that nobody waits for token by token are held if ``holds``. ``rescue`` takes the streams of an engine that is lost and
+    returns those for which nothing else can be done.
 
     Call `run` in a task of its own; it returns after `close`, or raises if the first engine fails to load.
     """
@@ -146,8 +241,12 @@ class EngineClient:
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
         adapters: Mapping[str, str] | None = None,
+        holds: bool = False,
     ) -> None:
         self.info: wire.Ready | None = None
+        self.rescue: Callable[[list[TokenStream]], list[TokenStream]] = list
+        self._holds = holds
+        self._replacing = False
         self.adapters = dict(adapters or {})  # directories by name; every engine that is started gets them
         self.restarts = 0
         self._launch = launch
@@ -191,14 +290,51 @@ class EngineClient:
         if not self._loaded.is_set() or self._channel is None:
             raise NotReadyError("the engine is loading. Try again in a moment.")
         request_id = str(next(self._numbers))
-        self._channel.send(wire.Add(request_id, prompt_ids, params, priority, client, timeout_s, whole, lora))
-        streams = [TokenStream(self, request_id, i, wake) for i in range(params.n)]
+        asked = wire.Add(request_id, prompt_ids, params, priority, client, timeout_s, whole, lora)
+        self._channel.send(asked)
+        held = self._holds and whole
+        streams = [TokenStream(self, request_id, i, wake, asked, held) for i in range(params.n)]
         self._streams.update({(request_id, stream.index): stream for stream in streams})
         return streams
 
     def abort(self, stream: TokenStream) -> None:
         if self._streams.pop((stream.request_id, stream.index), None) is not None and self._channel is not None:
             self._channel.send(wire.Abort(stream.request_id, stream.index))
+
+    def adopt(self, streams: list[TokenStream]) -> None:
+        """Compute the unfinished answers to one request, of which nothing was taken and which no other engine computes. Raises
+        NotReadyError while no engine is loaded."""
+        asked = streams[0].asked
+        if not self._loaded.is_set() or self._channel is None or asked is None:
+            raise NotReadyError("the engine is loading. Try again in a moment.")
+        request_id, left_s = str(next(self._numbers)), asked.timeout_s
+        if left_s is not None:
+            left_s = max(1e-3, left_s - (time.monotonic() - streams[0].asked_s))
+        self._channel.send(msgspec.structs.replace(asked, request_id=request_id, timeout_s=left_s))
+        for index in set(range(asked.params.n)).difference(stream.index for stream in streams):
+            self._channel.send(wire.Abort(request_id, index))
+        for stream in streams:
+            stream.begin_again(self, request_id)
+            self._streams[request_id, stream.index] = stream
+
+    def forget(self, request_id: str, indices: list[int]) -> None:
+        """Compute these answers no longer: another engine does."""
+        for index in indices:
+            if self._streams.pop((request_id, index), None) is not None and self._channel is not None:
+                self._channel.send(wire.Abort(request_id, index))
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """Those of unfinished answers."""
+        return tuple(self._streams.values())
+
+    def rows(self) -> list[dict[str, float]]:
+        """What ``/metrics`` shows of each engine, by the names of ``metrics.REPLICA_GAUGES``."""
+        stats = self._last_stats
+        known: dict[str, float] = {name: stats[name] for name in ("running", "waiting") if name in stats}
+        if stats.get("pages_total"):
+            known["kv_usage"] = stats["pages_used"] / stats["pages_total"]
+        return [{"up": float(self.ready), "restarts": float(self.restarts), "in_flight": float(len(self._streams)), **known}]
 
     async def change_adapter(self, name: str, directory: str | None, timeout_s: float = 60.0) -> None:
         """Load the adapter in ``directory``, or with None unload it. Raises InputError if the engine refuses, NotReadyError
@@ -259,6 +395,10 @@ class EngineClient:
                     break
                 if not ever_loaded:
                     raise self._load_error(reason)
+                if self._replacing:
+                    self._replacing = False
+                    self.restarts += 1
+                    continue
                 losses = 1 if was_loaded and time.monotonic() - started > STEADY_S else losses + 1
                 pause = BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]
                 log.error("engine lost: %s. Starting a new one in %.2g s.", reason, pause)
@@ -273,6 +413,18 @@ class EngineClient:
         await self._loaded.wait()
         assert self.info is not None
         return self.info
+
+    async def replace(self) -> bool:
+        """End the engine, and wait until another has loaded. Returns False if that one is lost before."""
+        wanted = self.restarts + 1
+        self._replacing = True
+        if self._channel is not None:
+            self._channel.send(wire.Shutdown())
+        while self.restarts < wanted and not self._closing.is_set():
+            await asyncio.sleep(_TICK_S / 10)
+        while self.restarts == wanted and not self._loaded.is_set() and not self._closing.is_set():
+            await asyncio.sleep(_TICK_S / 10)
+        return self.restarts == wanted and self._loaded.is_set()
 
     def close(self) -> None:
         """End the engine; open streams fail. `run` returns soon after."""
@@ -300,11 +452,11 @@ class EngineClient:
                 self._last_beat = now  # this process was stopped or starved, and heartbeats lie unread
             if channel.lost.done():
                 return await self._reason_of_loss(child, channel)
-            if self._closing.is_set() and not channel.lost.done():
+            if self._closing.is_set() or self._replacing:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(2.0):
                         await asyncio.shield(channel.lost)
-                return "closed"
+                return "closed" if self._closing.is_set() else "it is being replaced"
             if now - self._last_beat > (self._heartbeat_timeout_s if self._loaded.is_set() else LOADING_TIMEOUT_S):
                 return f"no sign of life for {now - self._last_beat:.1f} s"
             if self._loaded.is_set() and self._busy_s > self._step_timeout_s:
@@ -357,8 +509,10 @@ class EngineClient:
         self._channel = None
         self._loaded.clear()
         self._busy_s = 0.0
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        streams, self._streams = list(self._streams.values()), {}
+        if not self._closing.is_set():
+            streams = self.rescue(streams)
+        for stream in streams:
             stream.fail(EngineLostError("the engine was lost while it worked on this request and is starting again."))
         for answer in self._queries.values():
             if not answer.done():
@@ -386,7 +540,7 @@ class EngineClient:
                         self._channel.send(wire.ChangeAdapter(query_id, name, self.adapters[name]))
                 if not self._first_adapters:
                     self._loaded.set()
-            case wire.AdapterChanged(query_id, error):
+            case wire.AdapterChanged(query_id, error, _, _):
                 self._on_adapter(query_id, error)
             case wire.StatsReport(query_id, values):
                 answer = self._queries.get(query_id)

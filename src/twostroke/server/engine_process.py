@@ -44,6 +44,7 @@ STALL_S = 30.0
 _RECEIVE_BYTES = 256 * 2**10
 _LOGPROBS_A_FRAME = 2**14
 """Log-probabilities, alternatives included, after which a message ends. The HTTP process decodes so many in a few ms."""
+_KEYS_A_FRAME = 2**16
 _HELD_ENTRIES = 512
 """Tokens, or log-probabilities, of a whole answer that are sent together: 8 kB, and half a frame for a thousand requests."""
 
@@ -67,13 +68,17 @@ class Engine(Protocol):
 
     def prepare(self, params: Any) -> None: ...
 
-    def load_adapter(self, name: str, directory: Path) -> None: ...
+    def load_adapter(self, name: str, directory: Path) -> bytes: ...
 
     def unload_adapter(self, name: str) -> None: ...
 
     def abort(self, request_id: str, index: int | None = None) -> Any: ...
 
     def step(self) -> Iterable[Any]: ...
+
+    def watch_blocks(self) -> list[bytes]: ...
+
+    def changed_blocks(self) -> dict[bytes, bool]: ...
 
     def stats(self) -> Any: ...
 
@@ -87,6 +92,7 @@ class Connection:
         self.number = number
         self.open = True
         self.requests: set[str] = set()
+        self.watches = False
         self.stalled_since: float | None = None
         self._reader = wire.FrameReader()
         self._unsent = bytearray()
@@ -234,6 +240,7 @@ class EngineServer:
                     self._add_prepared()
                 if step_now and engine.has_work:  # again, since the poll may have aborted the last request
                     self._deliver(engine.step())
+                    self._tell_blocks()
         except Exception:
             self.report_failure("engine", "the engine failed in a step and is starting again.")
             raise
@@ -328,20 +335,36 @@ class EngineServer:
             case wire.AskStats(query_id):
                 connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
             case wire.ChangeAdapter():
-                connection.send(wire.AdapterChanged(command.query_id, self._change_adapter(command)))
+                connection.send(self._change_adapter(command))
+            case wire.WatchBlocks():
+                self._tell_blocks()
+                connection.watches = True
+                for keys in _parts(self._engine.watch_blocks()):
+                    connection.send(wire.Blocks(keys, []))
             case wire.Shutdown():
                 self._stopping = True
 
-    def _change_adapter(self, command: wire.ChangeAdapter) -> str | None:
-        """A sentence if it could not be done."""
+    def _change_adapter(self, command: wire.ChangeAdapter) -> wire.AdapterChanged:
+        key = b""
         try:
             if command.directory is None:
                 self._engine.unload_adapter(command.name)
             else:
-                self._engine.load_adapter(command.name, Path(command.directory))
+                key = self._engine.load_adapter(command.name, Path(command.directory))
         except (TwostrokeError, OSError) as error:
-            return str(error)
-        return None
+            return wire.AdapterChanged(command.query_id, str(error))
+        return wire.AdapterChanged(command.query_id, name=command.name, key=key)
+
+    def _tell_blocks(self) -> None:
+        """Send what has changed in the cache to those who watch."""
+        changes = self._engine.changed_blocks()
+        if not changes:
+            return
+        watchers = [each for each in self._connections.values() if each.watches]
+        for keys in _parts(list(changes)):
+            event = wire.Blocks([key for key in keys if changes[key]], [key for key in keys if not changes[key]])
+            for connection in watchers:
+                connection.send(event)
 
     def _prepare(self, connection: Connection, command: wire.Add) -> None:
         """Compile the request's constraint in a thread, beside steps: some take a second."""
@@ -427,6 +450,12 @@ class EngineServer:
         for number, deltas in outbox.items():
             for frame in _in_frames(deltas):
                 self._connections[number].send(wire.Tokens(frame))
+
+
+def _parts(keys: list[bytes]) -> Iterator[list[bytes]]:
+    """``keys`` in parts of which each fits a frame."""
+    for i in range(0, len(keys), _KEYS_A_FRAME):
+        yield keys[i : i + _KEYS_A_FRAME]
 
 
 T = TypeVar("T", wire.TokenLogprobs, wire.TokenDelta)

@@ -52,7 +52,9 @@ def make_app(service: Service, batches: Batches | None = None) -> ASGIApp:
         service.metrics.ready.set(service.ready)
         service.metrics.active.set(service.admission.active)
         service.metrics.restarts.set(service.client.restarts)
-        return Response(service.metrics.render(await service.client.stats()), media_type=service.metrics.content_type)
+        stats = await service.client.stats()
+        service.metrics.show_engines(service.client)
+        return Response(service.metrics.render(stats), media_type=service.metrics.content_type)
 
     @app.get("/v1/models", responses=errors())
     async def models() -> Response:

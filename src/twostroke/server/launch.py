@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
@@ -35,6 +36,19 @@ class ServeSettings:
     grace_s: float = 90.0
     adapters: Mapping[str, str] = field(default_factory=dict)  # directories by name
     files_dir: Path | None = None  # of uploaded files and of batches; None: the server keeps neither
+    replicas: int = 1
+
+    def launches(self) -> list[Callable[[], EngineChild]]:
+        """For each engine a function that starts it, on its share of the processors if there are several engines. Each has its
+        own part of the directory of cached prefixes, because a store has one owner."""
+        if self.replicas == 1:
+            return [lambda: launch_engine(self.engine_command())]
+        found: list[Callable[[], EngineChild]] = []
+        for i, share in enumerate(shares(self.replicas)):
+            kept = None if self.engine.kv_dir is None else str(Path(self.engine.kv_dir) / f"replica-{i}")
+            own = replace(self, engine=replace(self.engine, replicas=self.replicas, kv_dir=kept))
+            found.append(partial(launch_engine, own.engine_command(), share))
+        return found
 
     def engine_command(self) -> list[str]:
         """Command line of the engine process, to which `launch_engine` adds the socket and the parent."""
@@ -67,8 +81,9 @@ class EngineChild:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def launch_engine(command: Sequence[str]) -> EngineChild:
-    """Start ``command`` with ``--socket`` and ``--parent-pid``; returns at once, long before the model is loaded."""
+def launch_engine(command: Sequence[str], processors: Collection[int] = ()) -> EngineChild:
+    """Start ``command`` with ``--socket`` and ``--parent-pid``, on ``processors`` if any are named; returns at once, long
+    before the model is loaded."""
     directory = Path(tempfile.mkdtemp(prefix="twostroke-"))  # mode 0700: only this user reaches the socket
     path = directory / "engine.sock"
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
@@ -76,6 +91,9 @@ def launch_engine(command: Sequence[str]) -> EngineChild:
         raise EngineError(f"socket path {path} is over {_MAX_SOCKET_PATH} bytes. Set TMPDIR to a shorter directory.")
     environment = dict(os.environ)
     limit_spinning(environment)
+    asked = environment.get("OMP_NUM_THREADS", "")
+    if processors and asked.isdigit() and int(asked) > len(processors):
+        environment["OMP_NUM_THREADS"] = str(len(processors))
     words = [*command, "--socket", str(path), "--parent-pid", str(os.getpid())]
     try:
         # Its output joins our stderr: stdout belongs to the command's own result.
@@ -84,7 +102,29 @@ def launch_engine(command: Sequence[str]) -> EngineChild:
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         raise EngineError(f"the engine process could not be started: {error.strerror}.") from None
+    if processors:
+        with contextlib.suppress(OSError):  # it has ended, which its supervisor will notice; its threads inherit this
+            os.sched_setaffinity(process.pid, processors)
     return EngineChild(process, directory)
+
+
+def shares(n: int) -> list[tuple[int, ...]]:
+    """The processors that this process may use in ``n`` equal shares, neighbours together: threads of a core, cores of a
+    socket. Empty ones if there are fewer than ``n``, or if the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [()] * n
+    ordered = sorted(os.sched_getaffinity(0), key=_place)
+    if len(ordered) < n:
+        return [()] * n
+    return [tuple(ordered[i * len(ordered) // n : (i + 1) * len(ordered) // n]) for i in range(n)]
+
+
+def _place(processor: int) -> tuple[int, int, int]:
+    """Its socket and core, as far as the system tells, and its number."""
+    folder, found = Path(f"/sys/devices/system/cpu/cpu{processor}/topology"), [0, 0]
+    with contextlib.suppress(OSError, ValueError):
+        found = [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
+    return found[0], found[1], processor
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -3,10 +3,13 @@ request's headers are read to the moment its tokens are ready to be written."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from twostroke.core.policy import MAX_ADAPTERS
+from twostroke.server.engine_client import Engines
 from twostroke.server.served import peak_memory_bytes
 
 disable_created_metrics()  # a second series beside each counter, which nothing here reads
@@ -66,6 +69,21 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
 }
 """Fields of ``EngineStats`` that are shown, with metric name and meaning."""
 
+REPLICA_GAUGES: dict[str, tuple[str, str]] = {
+    "up": ("twostroke_replica_up", "1 while the engine answers and takes requests."),
+    "running": ("twostroke_replica_requests_running", "Requests that hold KV pages."),
+    "waiting": ("twostroke_replica_requests_waiting", "Requests queued in the engine."),
+    "kv_usage": ("twostroke_replica_kv_usage", "Share of the KV pages that running requests hold, 0 to 1."),
+    "in_flight": ("twostroke_replica_answers_in_flight", "Unfinished answers that were sent there."),
+    "restarts": ("twostroke_replica_restarts", "Times the engine was started anew."),
+    "routed": ("twostroke_replica_requests_routed", "Requests that were sent there."),
+    "taken_over": ("twostroke_replica_requests_taken_over", "Requests that another engine had begun and lost."),
+    "known_tokens": ("twostroke_replica_prompt_tokens_known", "Prompt tokens that it was known to have cached when chosen."),
+    "predicted_ttft_s": ("twostroke_replica_predicted_ttft_seconds", "Sum of the predicted times to first tokens."),
+    "measured_ttft_s": ("twostroke_replica_measured_ttft_seconds", "Sum of the measured times of the same requests."),
+}
+"""What is shown of each engine, labelled ``replica``. Load balancers before several servers read the first four."""
+
 
 class Metrics:
     """The metrics of one server, in a registry of its own: two servers in a process (as in tests) share no counts."""
@@ -93,12 +111,30 @@ class Metrics:
         self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
         self.peak_memory = Gauge("twostroke_http_peak_memory_bytes", "Most memory that the HTTP process has held.", registry=r)
         self.restarts = Gauge("twostroke_engine_restarts", "Times the engine was started anew.", registry=r)
+        self._lora = Gauge(
+            "twostroke_lora_info",
+            "Adapters of requests under way; the value is the time of the last look.",
+            ["running_lora_adapters", "waiting_lora_adapters", "max_lora"],
+            registry=r,
+        )
+        rows = REPLICA_GAUGES.items()
+        self._replica = {field: Gauge(name, text, ["replica"], registry=r) for field, (name, text) in rows}
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
 
     def predict(self, latencies: Mapping[str, float], prompt_tokens: int, output_tokens: int) -> None:
         """Show predicted ``latencies``, in seconds by their names (``ttft``), of requests of so many tokens."""
         for name, seconds in latencies.items():
             self._predicted.labels(name, str(prompt_tokens), str(output_tokens)).set(seconds)
+
+    def show_engines(self, engines: Engines) -> None:
+        """Show each engine by its number, and the adapters of the requests that they have."""
+        for i, row in enumerate(engines.rows()):
+            for field, value in row.items():
+                self._replica[field].labels(str(i)).set(value)
+        running = {stream.lora for stream in engines.streams if stream.lora is not None and stream.first_s is not None}
+        waiting = {stream.lora for stream in engines.streams if stream.lora is not None} - running
+        self._lora.clear()
+        self._lora.labels(",".join(sorted(running)), ",".join(sorted(waiting)), str(MAX_ADAPTERS)).set(time.time())
 
     def observe(self, started_s: float, first_s: float | None, ended_s: float, n_output: int) -> None:
         """Count one finished answer. Times are of one monotonic clock."""

@@ -71,6 +71,8 @@ class ServeRecord:
             metrics.predict(known, self._shape.prompt_tokens, self._shape.output_tokens)
 
     def _plan(self, directory: Path, settings: EngineSettings, adapters: Sequence[Path]) -> Planned:
+        if settings.replicas > 1:
+            raise ConfigError("plans know one engine that has the machine to itself, not several (--replicas).")
         spec = spec_from_config(read_config(directory))
         longest = min(settings.max_model_len or spec.max_positions, spec.max_positions)
         # The planner's usual shape: a prompt of half a short context, and of at most 512 tokens.

@@ -1,8 +1,8 @@
 """Runs one server from start to end: HTTP in this process under uvicorn, the engine in its child, and a graceful stop.
 
-The port answers ``/health`` while the model still loads, and completions get 503 with ``Retry-After``. After SIGTERM or SIGINT
-the server accepts nothing new, finishes requests in flight (for at most ``grace_s``) and exits with 0. A second signal ends it
-at once.
+The port answers ``/health`` while the model still loads, and completions get 503 with ``Retry-After``. SIGUSR1 replaces the
+engines of a server that has several, one after another. After SIGTERM or SIGINT the server accepts nothing new, finishes
+requests in flight (for at most ``grace_s``) and exits with 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -35,10 +35,11 @@ from twostroke.server.connections import (
     raise_file_limit,
     say_once,
 )
-from twostroke.server.engine_client import EngineClient
+from twostroke.server.engine_client import EngineClient, Engines
 from twostroke.server.http import make_app
-from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, launch_engine, process_age_s
+from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, process_age_s
 from twostroke.server.record import ServeRecord
+from twostroke.server.replicas import Replicas
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
 
@@ -69,7 +70,7 @@ def serve_model(
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
-    record = ServeRecord(settings.directory, settings.engine, settings.adapters)
+    record = ServeRecord(settings.directory, replace(settings.engine, replicas=settings.replicas), settings.adapters)
 
     def ready(engine: wire.Ready) -> None:
         startup_s = process_age_s()
@@ -77,7 +78,7 @@ def serve_model(
         record.started(engine, startup_s)
 
     async def run() -> dict[str, float]:
-        client = EngineClient(lambda: launch_engine(settings.engine_command()), first=child, adapters=settings.adapters)
+        client = engines_of(settings, child)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
         record.show_prediction(service.metrics)
@@ -91,6 +92,15 @@ def serve_model(
         totals = runner.run(run())
     record.stopped(totals)
     return totals
+
+
+def engines_of(settings: ServeSettings, child: EngineChild) -> Engines:
+    """The engine of ``settings``, or the several that they ask for. ``child`` is the first."""
+    launches = settings.launches()
+    if len(launches) == 1:
+        return EngineClient(launches[0], child, adapters=settings.adapters)
+    engine = settings.engine
+    return Replicas(launches, child, settings.adapters, engine.token_budget, engine.separate_prefixes)
 
 
 def url_of(address: tuple[Any, ...]) -> str:
@@ -159,8 +169,11 @@ async def run_server(
         loop.call_later(grace_s, setattr, server, "force_exit", True)
 
     behind = [] if batches is None else [asyncio.create_task(batches.run())]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop}
+    if isinstance(service.client, Replicas):
+        handlers[signal.SIGUSR1] = service.client.roll
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     engine = asyncio.create_task(service.client.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     loaded = asyncio.create_task(service.client.wait_loaded())
@@ -187,7 +200,7 @@ async def run_server(
             await engine
         finally:
             service.client.kill()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
 

@@ -23,7 +23,7 @@ from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, responses, wire
 from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission, ApiKeys, ByteBudget
-from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError, TokenStream
+from twostroke.server.engine_client import EngineLostError, Engines, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.reasoning import ReasoningFormat
@@ -141,7 +141,7 @@ def api_error(error: TwostrokeError, param: str | None = None) -> ApiError:
 class Service:
     """Everything that the routes share."""
 
-    client: EngineClient
+    client: Engines
     text: ModelText
     spec: ModelSpec
     names: tuple[str, ...]
@@ -513,7 +513,7 @@ class Generation:
                 delta = choice.take()
                 if delta is not None:
                     if self._first is None:
-                        self._first = time.perf_counter()
+                        self._first = choice.stream.first_s or time.perf_counter()
                     if delta.finish_reason is not None:
                         self.reasons[delta.finish_reason] += 1
                     yield delta

@@ -63,11 +63,15 @@ class ChangeAdapter(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
     directory: str | None
 
 
+class WatchBlocks(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
+    """Tell this connection which prefixes the cache holds, now and at each change."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", forbid_unknown_fields=True):
     pass
 
 
-Command = Add | Abort | AskStats | ChangeAdapter | Shutdown
+Command = Add | Abort | AskStats | ChangeAdapter | WatchBlocks | Shutdown
 
 
 # Engine → HTTP process.
@@ -130,10 +134,20 @@ class StatsReport(msgspec.Struct, tag="stats", forbid_unknown_fields=True):
 
 
 class AdapterChanged(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
-    """The answer to a ``ChangeAdapter``. With an ``error`` nothing has changed."""
+    """The answer to a ``ChangeAdapter``. With an ``error`` nothing has changed. ``key``: that of the loaded adapter ``name`` in
+    this engine, from which the keys of its prefixes follow (``scheduling.prefix_tree``)."""
 
     query_id: int
     error: str | None = None
+    name: str = ""
+    key: bytes = b""
+
+
+class Blocks(msgspec.Struct, tag="blocks", forbid_unknown_fields=True):
+    """Pages of prefixes that the cache has come to hold and has lost, by their keys (``scheduling.prefix_tree.chain_key``)."""
+
+    stored: list[bytes]
+    removed: list[bytes]
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
@@ -143,7 +157,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
     busy_s: float
 
 
-Event = Ready | Tokens | Failed | StatsReport | AdapterChanged | Heartbeat
+Event = Ready | Tokens | Failed | StatsReport | AdapterChanged | Blocks | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS = msgspec.msgpack.Decoder(Command)
