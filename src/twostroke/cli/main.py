@@ -36,6 +36,7 @@ VERBS: dict[str, str] = {
     "chat": "Converse with a model here, or with a server.",
     "batch": "Compute a file of requests, and go on after a crash.",
     "serve": "Serve a model over an OpenAI-compatible interface.",
+    "route": "Route requests to the server that will answer first.",
     "bench": "Send load and measure latency and throughput.",
     "compare": "Two models side by side: quality, speed, cost, size.",
     "card": "Write a model's card from what was measured here.",

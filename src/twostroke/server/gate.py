@@ -12,6 +12,7 @@ import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twostroke.server.admission import ApiKeys
 from twostroke.server.errors import MESSAGES_ROUTES, ApiError, encode_error, not_ready
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
@@ -91,14 +92,9 @@ class Gate:
 
     def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         service, keys = self._service, self._service.keys
-        if keys is not None and path not in OPEN_ROUTES and not keys.allow(headers.get(b"authorization")):
-            message = "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`."
-            return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer", "connection": "close"})
-        host = headers.get(b"host", b"").decode("latin-1")
-        if keys is None and service.local_only and not is_own_name(host):
-            # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
-            message = "this server listens on loopback without a key and answers only to localhost and to addresses."
-            return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
+        stranger = refused_caller(keys, service.local_only, path, headers)
+        if stranger is not None:
+            return stranger
         if keys is None and not service.local_only and (path in ADAPTER_ROUTES or path.startswith((FILES, BATCHES))):
             message = "adapters, files and batches are used with an API key, or from this machine on a server on loopback."
             return ApiError(403, message, code="key_needed", headers={"connection": "close"})
@@ -106,10 +102,6 @@ class Gate:
             # A form is the one body that a foreign web page may send without asking first.
             message = "files are not taken from web pages by a server without keys."
             return ApiError(403, message, code="foreign_origin", headers={"connection": "close"})
-        if b"transfer-encoding" in headers and b"content-length" in headers:
-            # h11 obeys the first, as it may. A proxy in front that obeys the second would see other requests than we do.
-            message = "content-length and transfer-encoding exclude each other."
-            return ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
         length = headers.get(b"content-length", b"0")
         most = MAX_FORM_BYTES if path == FILES else MAX_BODY_BYTES
         if length.isdigit() and int(length) > most:
@@ -120,6 +112,24 @@ class Gate:
             if path in ANSWER_ROUTES and service.admission.full:
                 return service.admission.refusal()
         return None
+
+
+def refused_caller(keys: ApiKeys | None, local_only: bool, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    """Why a caller with these headers is refused: no known key where one is needed, a foreign name of a server on loopback, or
+    a length that is ambiguous."""
+    if keys is not None and path not in OPEN_ROUTES and not keys.allow(headers.get(b"authorization")):
+        message = "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`."
+        return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer", "connection": "close"})
+    host = headers.get(b"host", b"").decode("latin-1")
+    if keys is None and local_only and not is_own_name(host):
+        # A web page whose own name was made to point to 127.0.0.1 (DNS rebinding) could otherwise use the model.
+        message = "this server listens on loopback without a key and answers only to localhost and to addresses."
+        return ApiError(403, message, code="foreign_host", headers={"connection": "close"})
+    if b"transfer-encoding" in headers and b"content-length" in headers:
+        # h11 obeys the first, as it may. A proxy in front that obeys the second would see other requests than we do.
+        message = "content-length and transfer-encoding exclude each other."
+        return ApiError(400, message, code="ambiguous_length", headers={"connection": "close"})
+    return None
 
 
 def too_large(most: int = MAX_BODY_BYTES) -> ApiError:

@@ -117,7 +117,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-class _Uvicorn(uvicorn.Server):
+class Uvicorn(uvicorn.Server):
     """uvicorn without its signal handling, which raises the signal again at the end. A graceful stop exits 0 here."""
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ async def run_server(
     )
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # accepted connections inherit it
-    server = _Uvicorn(config)
+    server = Uvicorn(config)
     gc.collect()
     gc.freeze()  # modules, tokenizer, routes: each full collection of them stopped the loop for 40 to 90 ms
     loop = asyncio.get_running_loop()
@@ -188,7 +188,7 @@ async def run_server(
         if engine.done() and not http.done():
             server.should_exit = server.force_exit = True
         await http
-        await _end_tasks(server)
+        await end_tasks(server)
         if on_end is not None and loaded.done() and not engine.done():
             on_end(await service.client.stats())
     finally:
@@ -204,7 +204,7 @@ async def run_server(
                 loop.remove_signal_handler(number)
 
 
-async def _end_tasks(server: uvicorn.Server) -> None:
+async def end_tasks(server: uvicorn.Server) -> None:
     """Cancel requests that outlive the grace, so that each closes its connection and is aborted in the engine."""
     tasks = [task for task in server.server_state.tasks if not task.done()]
     for task in tasks:

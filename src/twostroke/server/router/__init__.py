@@ -1,0 +1,1 @@
+"""A router before any servers that speak OpenAI's interface."""
