@@ -20,6 +20,7 @@ from pathlib import Path
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, EngineError, TwostrokeError
 from twostroke.core.openmp import limit_spinning
+from twostroke.core.topology import processors_of
 
 _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closing zero
 
@@ -110,21 +111,14 @@ def launch_engine(command: Sequence[str], processors: Collection[int] = ()) -> E
 
 def shares(n: int) -> list[tuple[int, ...]]:
     """The processors that this process may use in ``n`` equal shares, neighbours together: threads of a core, cores of a
-    socket. Empty ones if there are fewer than ``n``, or if the system does not tell."""
+    node. Empty ones if there are fewer than ``n``, or if the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return [()] * n
-    ordered = sorted(os.sched_getaffinity(0), key=_place)
+    found = sorted(processors_of(os.sched_getaffinity(0)), key=lambda each: (each.node, each.core, each.number))
+    ordered = [each.number for each in found]
     if len(ordered) < n:
         return [()] * n
     return [tuple(ordered[i * len(ordered) // n : (i + 1) * len(ordered) // n]) for i in range(n)]
-
-
-def _place(processor: int) -> tuple[int, int, int]:
-    """Its socket and core, as far as the system tells, and its number."""
-    folder, found = Path(f"/sys/devices/system/cpu/cpu{processor}/topology"), [0, 0]
-    with contextlib.suppress(OSError, ValueError):
-        found = [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
-    return found[0], found[1], processor
 
 
 def bind(host: str, port: int) -> socket.socket:
