@@ -59,6 +59,10 @@ EXPERT_COUNTS = {"mixtral": "num_local_experts", "olmoe": "num_experts"}
 SHAPES = {
     "smollm-135m": Shape("smollm-135m", 30, 576, 9, 3, 1536, 49152, True, (1, 16, 32)),
     "tinyllama-1.1b": Shape("tinyllama-1.1b", 22, 2048, 32, 4, 5632, 32000, False, (1, 16)),
+    "mistral-7b": Shape("mistral-7b", 32, 4096, 32, 8, 14336, 32000, False, (1,)),
     "olmoe-2-layers": Shape("olmoe-2-layers", 2, 2048, 16, 16, 1024, 50304, False, (1, 16), "olmoe", 64, 8),
     "mixture-16x135m": Shape("mixture-16x135m", 30, 576, 9, 3, 1536, 32000, False, (1, 16), "mixtral", 16, 2),
 }
+
+LARGE = ("mistral-7b",)
+"""Only measured where they are named: their weights take 15 GB of disk in bf16, and as much memory while they are converted."""

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cases import REPEATS, SHAPES
+from cases import LARGE, REPEATS, SHAPES
 from models import HERE, model_for, write_model
 from summary import write_summary
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True)
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-benchmark-models")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=[s for s in SHAPES if s not in LARGE], choices=list(SHAPES))
     parser.add_argument("--engines", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--variants", nargs="+", default=[], help="Only these, of all engines.")
     parser.add_argument("--rounds", type=int, default=1)

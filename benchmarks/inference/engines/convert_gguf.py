@@ -33,7 +33,7 @@ ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "olmoe": "olmoe"}
 
 
 def tensors(directory: Path) -> list[tuple[str, np.ndarray]]:
-    """(name, fp32) of a directory's bf16 tensors, read without other libraries."""
+    """(name, bf16 as 16-bit patterns, mapped from the file) of a directory's tensors, read without other libraries."""
     found = []
     for file in sorted(directory.glob("*.safetensors")):
         raw = np.memmap(file, dtype=np.uint8, mode="r")
@@ -44,20 +44,24 @@ def tensors(directory: Path) -> list[tuple[str, np.ndarray]]:
             begin, end = entry["data_offsets"]
             if entry["dtype"] != "BF16":
                 raise SystemExit(f"{name} is {entry['dtype']}, not BF16")
-            bits = raw[8 + n + begin : 8 + n + end].view(np.uint16).astype(np.uint32) << 16
-            found.append((name, bits.view(np.float32).reshape(entry["shape"])))
+            found.append((name, raw[8 + n + begin : 8 + n + end].view(np.uint16).reshape(entry["shape"])))
     return found
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """fp32 of bf16: only one tensor at a time, because 7 billion numbers in fp32 are 29 GB."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def renamed(found: list[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
     """By GGUF's names: a layer's experts are one tensor (experts, outputs, inputs)."""
     tensors, experts = [], {}
-    for name, values in found:
+    for name, bits in found:
         match = EXPERT.fullmatch(name)
         if match is None:
-            tensors.append((gguf_name(name), values))
+            tensors.append((gguf_name(name), bits))
         else:
-            experts.setdefault(f"blk.{match[1]}.ffn_{EXPERTS[match[3]]}_exps.weight", {})[int(match[2])] = values
+            experts.setdefault(f"blk.{match[1]}.ffn_{EXPERTS[match[3]]}_exps.weight", {})[int(match[2])] = bits
     return tensors + [(name, np.stack([each[i] for i in range(len(each))])) for name, each in experts.items()]
 
 
@@ -91,7 +95,8 @@ def main() -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for name, values in renamed(tensors(source)):
+    for name, bits in renamed(tensors(source)):
+        values = widened(bits)
         if values.ndim == 1 or name.endswith("ffn_gate_inp.weight"):  # llama.cpp leaves routers in fp32
             writer.add_tensor(name, values)
         else:
