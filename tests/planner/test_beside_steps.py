@@ -67,6 +67,12 @@ def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
     assert step_beside_http_s(native(), 4) == 0.0
 
 
+def test_a_long_prompt_is_handled_longer_and_all_threads_delay_its_first_token() -> None:
+    hardware = native(http=HttpRates(3e-3, 0.0, 0.0, handling_s=1e-3, prompt_token_s=4e-6, shared_first_s=5e-4))
+    assert http_front_end(hardware, 500) == pytest.approx((3e-3, 2e-3))
+    assert http_front_end(hardware, 500, on_all_threads=True) == pytest.approx((3e-3, 2.5e-3))
+
+
 def test_http_takes_of_a_step_on_all_threads_by_step_answer_and_others_requests() -> None:
     hardware = native(http=HttpRates(0.0, 0.0, 0.0, shared_step_s=2e-4, shared_answer_s=3e-5, shared_request_s=1e-3))
     assert step_sharing_s(hardware, 1, 50) == pytest.approx(2.3e-4)  # nobody else asks

@@ -34,6 +34,9 @@ HALVINGS = 12
 TINY, WIDER, VOCABULARY = (128, 1), (256, 8), 8192
 """(width, layers) of the model whose steps run on one thread and of the one whose steps run on all."""
 
+LONG_PROMPT = 256
+"""Tokens of a prompt whose handling takes visibly longer than that of ``PROMPT``."""
+
 CROWD = 16
 """Users of the wider model: so many that what HTTP takes of its steps is more than what a step differs by from second to
 second."""
@@ -47,7 +50,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class _Load:
-    """Medians of a closed loop, in seconds; ``alone_s`` is the engine's decode step without HTTP, right before."""
+    """Medians of a closed loop, in seconds; ``alone_s`` and ``alone_prefill_s`` are the engine's decode step and a prompt's
+    without HTTP, right before."""
 
     ttft_s: float
     tpot_s: float
@@ -58,6 +62,12 @@ class _Load:
     itl_p99_s: float
     startup_s: float
     alone_s: float = 0.0
+    alone_prefill_s: float = 0.0
+
+    @property
+    def before_s(self) -> float:
+        """What comes before the first token beside the prompt's own step, as the server counted that."""
+        return self.ttft_s - self.prefill_s
 
     @property
     def late_shares(self) -> tuple[float, ...]:
@@ -70,13 +80,15 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     less the engine's own time, in ``rounds`` loads. The engine's steps are those that the server counted in the same load,
     because a machine's speed may change before another. Handling a request takes what makes first tokens at the larger number
     of users as late in a simulation of the load as they were. Steps on all threads share their processors with HTTP: a wider
-    model's steps are compared with the same steps without it, of one user, of a crowd, and of a crowd whose answers are short.
-    None if the server cannot run here."""
+    model's steps are compared with the same steps without it, of one user, of a crowd, and of a crowd whose answers are short,
+    and its first tokens with those of the smaller one. A longer prompt shows what each token adds. None if the server
+    cannot run here."""
     with tempfile.TemporaryDirectory(prefix="twostroke-http-") as folder:
         place = Path(folder)
         tiny, wider = (_Served(clock, place, *size) for size in (TINY, WIDER))
         try:
             few, many = ([tiny.load(n) for _ in range(rounds)] for n in (FEW_USERS, MANY_USERS))
+            long = [tiny.load(FEW_USERS, prompt=LONG_PROMPT) for _ in range(rounds)]
             threads = torch.get_num_threads()
             loads = ((FEW_USERS, OUTPUT), (CROWD, OUTPUT), (CROWD, SHORT_OUTPUT))
             beside = [[wider.load(n, threads, output) for _ in range(rounds)] for n, output in loads]
@@ -85,20 +97,27 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
         prefill_s = tiny.prefill_s
     beyond = [max(0.0, median(one.tpot_s - one.decode_step_s for one in rounds)) for rounds in (few, many)]
     step_s, answer_s = straight_line(FEW_USERS, MANY_USERS, *beyond)
-    request_s = max(0.0, median(one.ttft_s for one in few) - prefill_s)
     tpot_s = straight_line(FEW_USERS, MANY_USERS, *(median(one.tpot_s for one in rounds) for rounds in (few, many)))
+    request_s = max(0.0, median(one.ttft_s for one in few) - prefill_s)
+    more_s = median(one.before_s for one in long) - median(one.before_s for one in few)
+    prompt_token_s = min(max(0.0, more_s / (LONG_PROMPT - PROMPT)), request_s / PROMPT)
+    prompt_s = PROMPT * prompt_token_s
+    first_s = median(one.ttft_s - one.alone_prefill_s for one in beside[0])
+    handling_s = _handling_s(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s)
     found = [median(one.decode_step_s - one.alone_s for one in rounds) for rounds in beside]
     sharing = _sharing(*found, most_s=request_s)
     return HttpRates(
-        request_s,
+        request_s - prompt_s,
         max(0.0, step_s),
         max(0.0, answer_s),
         start_s=min(one.startup_s for one in (*few, *many)),
-        handling_s=_handling_s(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s),
+        handling_s=max(0.0, handling_s - prompt_s),
         idle_s=max(0.0, median(one.prefill_s for one in (*few, *many)) - prefill_s),
         shared_answer_s=sharing.answer_s,
         shared_step_s=sharing.step_s,
         shared_request_s=sharing.request_s,
+        prompt_token_s=prompt_token_s,
+        shared_first_s=max(0.0, first_s - request_s),
         late_shares=tuple(median(one) for one in zip(*(load.late_shares for load in few), strict=True)),
     )
 
@@ -150,15 +169,16 @@ class _Served:
         write_tokenizer(self._directory, VOCABULARY)
         self.prefill_s = prefill_step_s(clock, self._engine, self._prompts, PROMPT)
 
-    def load(self, users: int, n_threads: int | None = None, output: int = OUTPUT) -> _Load:
-        """A closed loop of ``users`` on a server of its own, with ``n_threads`` (None: as the engine chooses) and answers of
-        ``output`` tokens. Raises OSError, ValueError, KeyError or SubprocessError if the server cannot run, or answers
-        nothing."""
-        alone_s = 0.0
+    def load(self, users: int, n_threads: int | None = None, output: int = OUTPUT, prompt: int = PROMPT) -> _Load:
+        """A closed loop of ``users`` on a server of its own, with ``n_threads`` (None: as the engine chooses), and prompts and
+        answers of ``prompt`` and ``output`` tokens. Raises OSError, ValueError, KeyError or SubprocessError if the
+        server cannot run, or answers nothing."""
+        alone_s = alone_prefill_s = 0.0
         if n_threads is not None:
             self._engine.settings = replace(self._engine.settings, n_threads=n_threads)
-            alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, PROMPT + output // 2)
-        lengths = ["--prompt-tokens", str(PROMPT), "--output-tokens", str(output)]
+            alone_s = decode_step_s(self._clock, self._engine, self._prompts, users, prompt + output // 2)
+            alone_prefill_s = prefill_step_s(self._clock, self._engine, self._prompts, prompt)
+        lengths = ["--prompt-tokens", str(prompt), "--output-tokens", str(output)]
         lengths += ["--requests", str(REQUESTS * OUTPUT // output)]
         command = [sys.executable, "-P", "-m", "twostroke", "bench", "serve", str(self._directory), "--json", *lengths]
         command += ["--users", str(users), "--dtype", SCHEME]
@@ -166,5 +186,6 @@ class _Served:
         environment = os.environ | {"TWOSTROKE_HOME": str(self._home)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
         document = json.loads(done.stdout)
-        found = document["measurement"] | {"startup_s": document["server"]["startup_s"], "alone_s": alone_s}
+        found = document["measurement"] | {"startup_s": document["server"]["startup_s"]}
+        found |= {"alone_s": alone_s, "alone_prefill_s": alone_prefill_s}
         return _Load(**{field.name: found[field.name] for field in fields(_Load)})

@@ -126,7 +126,7 @@ def generate(
         with run.meter:
             outputs = llm.generate(prompts, params, named) if as_json else _stream(llm, prompts, params, named)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
-        measured = _measured(directory, llm, rates, outputs, startup_s)
+        measured = _measured(llm, rates, outputs, startup_s)
         why = UNMEASURED if beams is None else UNMEASURED | UNMEASURED_BEAMS
         if beams is not None:
             measured = {name: value for name, value in measured.items() if name not in UNMEASURED_BEAMS}
@@ -210,9 +210,7 @@ def _stream(
     return outputs
 
 
-def _measured(
-    directory: Path, llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float
-) -> dict[str, float]:
+def _measured(llm: LLM, rates: Achieved, outputs: Sequence[RequestOutput], startup_s: float) -> dict[str, float]:
     """Measurements by the planner's names. ``tpot_s`` is the mean decode step ÷ the tokens that it gave a request; ``ttft_s``
     and ``e2e_s`` are medians over the prompts; rates of a phase count its own steps only. ``e2e_s`` is left out if an answer
     ended before ``max_tokens``, which is less work than was predicted."""
@@ -242,7 +240,6 @@ def _measured(
         values["decode_tok_per_s"] = stats.decode_tokens / stats.decode_s
     drafted = stats.draft_tokens, stats.accepted_draft_tokens
     values |= draft_values(stats.decode_requests, stats.decode_tokens, *drafted)
-    values["model_bytes"] = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return values | rates.values()
 
 

@@ -242,11 +242,12 @@ class FirstUses:
 @dataclass(frozen=True)
 class HttpRates:
     """What HTTP adds to the engine: seconds of a request before its first token where no other is under way, of a step, and of
-    each answer in it. Requests that come together are handled one after another, ``handling_s`` each. A prompt takes ``idle_s``
-    longer if the engine had nothing to do before. A server of a tiny model is ready ``start_s`` after its command; None: not
-    measured. A step on all threads takes longer itself, because HTTP runs on its processors: ``shared_step_s``,
-    ``shared_answer_s`` for each answer in it, and ``shared_request_s`` for each request that is handled meanwhile. At 90, 95
-    and 99% of the gaps a token comes later than most by ``late_shares`` of a step."""
+    each answer in it. Each token of a prompt adds ``prompt_token_s``. Requests that come together are handled one after
+    another, ``handling_s`` each and what their tokens add. A prompt takes ``idle_s`` longer if the engine had nothing to do
+    before. A server of a tiny model is ready ``start_s`` after its command; None: not measured. A step on all threads takes
+    longer itself, because HTTP runs on its processors: ``shared_step_s``, ``shared_answer_s`` for each answer in it, and
+    ``shared_request_s`` for each request that is handled meanwhile. A first token comes ``shared_first_s`` later if its prompt
+    is computed on all threads. At 90, 95 and 99% of the gaps a token comes later than most by ``late_shares`` of a step."""
 
     request_s: float
     step_s: float
@@ -257,6 +258,8 @@ class HttpRates:
     shared_answer_s: float = 0.0
     shared_step_s: float = 0.0
     shared_request_s: float = 0.0
+    prompt_token_s: float = 0.0
+    shared_first_s: float = 0.0
     late_shares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 

@@ -53,7 +53,6 @@ class ServeRecord:
     """The entry of one server with ``adapters``, directories by name. Its prediction is frozen before the model is loaded."""
 
     def __init__(self, directory: Path, settings: EngineSettings, adapters: Mapping[str, str] | None = None) -> None:
-        self._directory = directory
         self._shape: ServingShape | None = None
         inputs = {"directory": str(directory), **plain(settings)}
         plan = functools.partial(self._plan, directory, settings, [Path(each) for each in (adapters or {}).values()])
@@ -91,7 +90,6 @@ class ServeRecord:
             "warm_startup_s" if ready.loaded_packed else "startup_s": startup_s,
             "weights_bytes": ready.weights_bytes,
             "kv_cache_bytes": ready.kv_cache_bytes,
-            "model_bytes": sum(file.stat().st_size for file in self._directory.glob("*.safetensors")),
         }
         self._run.measure(values, "partial")
 

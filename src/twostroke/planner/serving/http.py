@@ -18,12 +18,14 @@ class FrontEnd(NamedTuple):
     delay_s: float
 
 
-def http_front_end(hardware: Hardware) -> FrontEnd | None:
-    """As calibration measured it; None where it did not."""
+def http_front_end(hardware: Hardware, prompt_tokens: float = 0, on_all_threads: bool = False) -> FrontEnd | None:
+    """For prompts of ``prompt_tokens``, computed ``on_all_threads`` or on fewer; None where calibration did not measure it."""
     rates = hardware.http
     if rates is None:
         return None
-    return FrontEnd(min(rates.handling_s, rates.request_s), max(0.0, rates.request_s - rates.handling_s))
+    tokens_s = prompt_tokens * rates.prompt_token_s
+    later_s = rates.shared_first_s if on_all_threads else 0.0
+    return FrontEnd(min(rates.handling_s, rates.request_s) + tokens_s, max(0.0, rates.request_s - rates.handling_s) + later_s)
 
 
 def idle_s(hardware: Hardware) -> float:

@@ -102,7 +102,8 @@ class Server:
             return stretch.prompts * self.steps(decoding, context, chunks) + beside_s
 
         plan = self.plan
-        front = http_front_end(plan.hardware) if self.http else None
+        prompt = plan.shape.prompt_tokens
+        front = http_front_end(plan.hardware, prompt, self.shares_processors(prompt)) if self.http else None
         found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer, front=front)
         if self.http:
             return replace(found, itl_s=with_late_tokens(found.itl_s, plan.hardware))
