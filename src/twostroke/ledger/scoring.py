@@ -105,6 +105,7 @@ FOLLOWS = {
     "energy_kwh": "no counter of energy was read.",
     "cost_per_mtok_usd": "it follows from the measured rate, which is missing.",
     "cost_usd": "it follows from the measured time, which is missing.",
+    "model_bytes": "no model was written; the prediction is of files in the scheme that is served.",
 }
 """Why some predictions are never measured, by name."""
 
