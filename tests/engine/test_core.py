@@ -16,6 +16,7 @@ from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.matrices import qkv_rows
 from twostroke.core.policy import default_pages
 from twostroke.engine import core as core_module
+from twostroke.engine import loading
 from twostroke.engine.core import EngineCore
 from twostroke.engine.kv_pool import token_bytes
 from twostroke.engine.memory import available_bytes
@@ -222,8 +223,8 @@ def test_impossible_settings_are_sentences(llama: Path, changes: dict[str, Any],
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(core_module, "load_any_state", lambda _: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "load_any_state", lambda _: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="1000 B of memory is free"):
         engine(llama)
 
@@ -232,7 +233,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(llama: Path, m
 def test_auto_holds_weights_in_bf16_where_the_cpu_multiplies_it(
     llama: Path, monkeypatch: pytest.MonkeyPatch, bf16_products: bool, expected: str
 ) -> None:
-    monkeypatch.setattr(core_module, "has_packed_linear", lambda _: bf16_products)
+    monkeypatch.setattr(loading, "has_packed_linear", lambda _: bf16_products)
     assert engine(llama, dtype="auto").dtype == expected
 
 

@@ -24,12 +24,16 @@ PROMPTS = st.one_of(
 )
 
 
+Content = tuple[int | bytes, ...] | None
+"""Weights, and a prefix."""
+
+
 class Below:
     """A tier that writes late, and loses, refuses and interrupts loads at random. ``held`` are copies of pages of the cache."""
 
     def __init__(self, machine: SchedulerMachine) -> None:
         self.machine, self.random = machine, random.Random(1)
-        self.held: dict[bytes, list[tuple[int, ...] | None]] = {}
+        self.held: dict[bytes, list[Content]] = {}
         self.jobs: list[Sequence[bytes]] = []
 
     def worth(self, request: Request, first: int, end: int) -> int:
@@ -70,12 +74,13 @@ class Below:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """``cache[page][offset]`` is the whole prefix whose keys and values stand there. If every request always finds its own
-    prefixes at its positions, no page was lost to it, shared wrongly, or overwritten."""
+    """``cache[page][offset]`` is what computed the keys and values that stand there, and the whole prefix whose they are. If
+    every request always finds its own prefixes at its positions, no page was lost to it, shared wrongly, or overwritten."""
 
     n_transitions = 0  # of all walks: rules that ran, each checked by the invariant
     n_right = n_wrong = n_rolled_back = 0  # drafts, and pages that only wrong ones needed
     n_restored = n_begun = 0  # pages from the tier below, and requests that took over a part of a page
+    n_mixed = 0  # changes of weights after which requests of several were under way
 
     @initialize(
         page_tokens=st.sampled_from((1, 2, 3, 4)),
@@ -106,8 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = SchedulerConfig(*limits, window, separate, scored_rows, draft_rows=draft_rows)
         self.now = 0.0
         self.below = Below(self) if below else None
+        self.belows = {b"": self.below}  # by weights
         self.scheduler = Scheduler(self.config, lower=self.below)
-        self.cache: list[list[tuple[int, ...] | None]] = [[None] * page_tokens for _ in range(n_pages)]
+        self.cache: list[list[Content]] = [[None] * page_tokens for _ in range(n_pages)]
         self.step: ScheduledStep | None = None
         self.tables: dict[int, list[int]] = {}  # by slot, as an engine keeps them that reads only ``grown``
         self.n_added = 0
@@ -182,6 +188,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self, seed: int) -> None:
         self._update(random.Random(seed))
 
+    @precondition(lambda self: self.step is None)
+    @rule(weights=st.sampled_from((b"", b"one", b"two")), carry_on=st.booleans())
+    def change_weights(self, weights: bytes, carry_on: bool) -> None:
+        begun = {r.id: r.weights for r in self.scheduler.requests.values() if r.status is Status.RUNNING or r.n_preemptions}
+        self.scheduler.change_weights(weights, carry_on)
+        if self.below is not None:
+            self.below = self.scheduler.lower = self.belows.setdefault(weights, Below(self))
+        for request in self.scheduler.requests.values():
+            if carry_on:
+                assert request.weights == weights
+                assert request.status is Status.WAITING
+            elif request.id in begun:
+                assert request.weights == begun[request.id]
+            if request.fork_of is not None and request.fork_of.status is not Status.FINISHED:
+                assert request.weights == request.fork_of.weights
+        SchedulerMachine.n_mixed += len({request.weights for request in self.scheduler.requests.values()}) > 1
+
     @precondition(lambda self: self.below is not None and self.below.held and len(self.scheduler.requests) < 8)
     @rule(data=st.data(), tail=st.lists(TOKENS, min_size=1, max_size=3), max_tokens=st.sampled_from((1, 5)))
     def go_on_after_a_loss(self, data: st.DataObject, tail: list[int], max_tokens: int) -> None:
@@ -191,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.pool.discard_content(range(self.config.n_pages))
         held = list(self.below.held.values())  # it may have lost all by writing
         for content in data.draw(st.lists(st.sampled_from(held), min_size=1, max_size=3)) if held else ():
-            prompt = [*(content[-1] or ()), *tail]
+            prompt = [*(content[-1] or (b"",))[1:], *tail]
             self._add(Request(f"r{self.n_added}", prompt, SamplingParams(max_tokens=max_tokens)), prompt, max_tokens)
 
     @precondition(lambda self: self.step is not None)
@@ -246,12 +269,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(start, start + n):
                 page = request.pages[position // page_tokens]
                 assert scheduler.pool.references[page] == 1, "a shared page is about to be written"
-                self.cache[page][position % page_tokens] = tuple(self.texts[i][: position + 1])
+                self.cache[page][position % page_tokens] = (request.weights, *self.texts[i][: position + 1])
         for text, request, start, n in zip(self.texts, step.requests, step.starts, step.counts, strict=True):
             window = self.config.window
             for position in range(0 if window is None else max(0, start - window + 1), start + n):
                 found = self.cache[request.pages[position // page_tokens]][position % page_tokens]
-                assert found == tuple(text[: position + 1]), "a request reads another's keys and values"
+                assert found == (request.weights, *text[: position + 1]), "a request reads another's keys and values"
 
     def _update(self, random: random.Random) -> None:
         step, self.step = self.step, None
@@ -335,7 +358,7 @@ def test_no_page_is_lost_or_shared_wrongly() -> None:
     _run(max_examples=250, step_count=30)
     # How often depends on what else is imported, because Hypothesis also draws the numbers that stand in our modules.
     drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
-    assert min(*drafts, SchedulerMachine.n_restored, SchedulerMachine.n_begun) > 0
+    assert min(*drafts, SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed) > 0
 
 
 @pytest.mark.soak

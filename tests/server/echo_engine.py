@@ -40,6 +40,7 @@ class Event:
     prompt_logprobs: Any = None
     cached_tokens: int = 0
     embedding: Any = None
+    fingerprint: str | None = None
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Running:
     params: Any
     client: str = ""
     n_output: int = 0
+    weights: str = ""
+    told: str = ""
     script: list[int] = field(default_factory=list)
     cached: int = 0
 
@@ -103,6 +106,12 @@ class EchoEngine:
             self.tree.insert(key, tokens, page, before)
         return n
 
+    fingerprint: str = "fp_echo"
+    changed: bool = False
+    is_empty: bool = False
+    directory: Path = Path("/")
+    weights_key: bytes = b""
+
     def prepare(self, params: Any) -> None:
         if params.constraint.text == "slow":
             time.sleep(0.5)
@@ -117,6 +126,32 @@ class EchoEngine:
 
     def unload_adapter(self, name: str) -> None:
         del self.adapters[name]
+
+    def prepare_weights(self, directory: Path) -> str | None:
+        """Weights of which the fingerprint has the directory's name."""
+        if directory == self.directory:
+            time.sleep(0.1)
+            return ""
+        if directory.name.startswith("slow"):
+            time.sleep(0.5)
+        if not directory.is_dir():
+            raise InputError(f"model {directory} does not exist.")
+        return None if f"fp_{directory.name}" == self.fingerprint else directory.name
+
+    def use_weights(self, prepared: str, carry_on: bool) -> tuple[str, float, float, int]:
+        self.is_empty = False
+        if not prepared:
+            return self.fingerprint, 0.1, 0.001, 0
+        self.fingerprint, self.changed = f"fp_{prepared}", True
+        for request in self.requests.values() if carry_on else ():
+            request.weights = self.fingerprint
+        return self.fingerprint, 0.5, 0.001, 0 if carry_on else len(self.requests)
+
+    def sleep(self, level: int) -> int:
+        if self.requests:
+            raise InputError("requests are under way, says the echo engine.")
+        self.is_empty = level == 2
+        return 1000 * level
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +176,7 @@ class EchoEngine:
         cached = self.cached(prompt_ids)
         for i in range(params.n):
             tokens = [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)]
-            self.requests[request_id, i] = Running(tokens, params, client, cached=cached)
+            self.requests[request_id, i] = Running(tokens, params, client, 0, self.fingerprint, cached=cached)
             if self.say is not None and self.say.exists():
                 self.requests[request_id, i].script = json.loads(self.say.read_text())
 
@@ -194,6 +229,8 @@ class EchoEngine:
                 ]
             cached = request.cached if request.n_output == 1 and index == 0 else 0
             events.append(Event(request_id, [token], logprobs, finish, index, scores, cached))
+            if self.changed and request.told != request.weights:
+                request.told = events[-1].fingerprint = request.weights
             if finish:
                 del self.requests[request_id, index]
         return events

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--grace-s", type=float, default=90.0)
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--files-dir", type=Path)
+    parser.add_argument("--admin", action="store_true")
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
@@ -59,6 +60,7 @@ def main() -> int:
         args.grace_s,
         files_dir=args.files_dir,
         replicas=args.replicas,
+        admin=args.admin,
         extra=tuple(args.engine),
     )
     listener = bind(args.host, 0)

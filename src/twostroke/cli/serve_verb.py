@@ -40,6 +40,7 @@ def serve(
     replicas: int = typer.Option(
         1, min=1, help="Engines, each with its share of the processors and a cache of its own. Engine options are of each."
     ),
+    admin: bool = typer.Option(False, help="Have the routes below /admin, with which holders of a key replace the weights."),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -63,7 +64,9 @@ def serve(
         raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
     if replicas > 1 and not all(shares(replicas)):
         raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use.")
-    settings = ServeSettings(directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas)
+    settings = ServeSettings(
+        directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
+    )
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
     child = settings.launches()[0]()

@@ -106,6 +106,10 @@ class AdapterStore:
         self._dtype = torch.float32 if self.element == ADAPTER_CODES else getattr(torch, TORCH_NAMES[self.element])
         self._base_fingerprint: str | None = None
 
+    def rebase(self, plan: p.Plan, directory: Path, quantised: bool) -> None:
+        """Adapters that are loaded from now on are those of other weights of the same shape."""
+        self.plan, self.directory, self.quantised, self._base_fingerprint = plan, directory, quantised, None
+
     @property
     def held_bytes(self) -> int:
         return sum(adapter.n_bytes for adapter in self._in_memory)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,13 @@ from twostroke.core import policy
 from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import AT, DRAFT, OFF, EngineSettings
-from twostroke.core.errors import CapacityError, ConfigError, InputError
-from twostroke.core.families import read_spec
+from twostroke.core.errors import CapacityError, ConfigError, EngineError, InputError
 from twostroke.core.fitted_exits import check_exits, default_exits, read_fitted_exits
+from twostroke.core.heap import return_freed_memory
 from twostroke.core.paths import model_directory
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
-from twostroke.core.schemes import CACHES, SCHEMES, scheme_of
+from twostroke.core.schemes import CACHES, scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.core.topology import CORES, NODES, placed, processors_of
 from twostroke.core.units import format_bytes
@@ -36,11 +36,11 @@ from twostroke.engine.early_exit import EarlyExits
 from twostroke.engine.grammars import Grammars, Matcher
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.lowering import lower
-from twostroke.engine.memory import available_bytes
+from twostroke.engine.loading import Loaded, load, lowered
+from twostroke.engine.memory import available_bytes, held_bytes
 from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
-from twostroke.engine.packed_cache import PackedCache, cache_key
+from twostroke.engine.packed_cache import states_of_files
 from twostroke.engine.pooling import PooledStates
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import TokenLogprobs
@@ -51,16 +51,24 @@ from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
 from twostroke.engine.tiers import session
 from twostroke.engine.tiers.disk import DiskTier, open_store
-from twostroke.engine.tiers.identity import identity_of, weights_digest
+from twostroke.engine.tiers.identity import identity_of, weight_files, weights_digest
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.engine.verification import Taken, verify
-from twostroke.kernels.features import has_packed_linear
+from twostroke.engine.weights import (
+    Asleep,
+    Generations,
+    Prepared,
+    Served,
+    centres_keys,
+    fingerprint_of,
+    form_of,
+    key_of,
+    let_go,
+    make_runner,
+    prepare,
+)
 from twostroke.kernels.native_library import library, why_absent
-from twostroke.model.load import load_state
-from twostroke.model.published.registry import directory_holding
-from twostroke.planner.work.weights import weights_bytes
-from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -77,7 +85,8 @@ class TokenEvent:
 
     The answers of a beam search come at its end, the best first. An answer's last event has their ``cumulative_logprob``.
     ``cached_tokens``: how many tokens of the prompt were found in the cache, in the first event of answer 0 that has tokens.
-    A request with ``pooling`` has one event, with its ``embedding`` and no token.
+    A request with ``pooling`` has one event, with its ``embedding`` and no token. ``fingerprint``: of the weights that computed
+    the tokens, in the answer's first event and where they change, once weights have been replaced; else None.
     """
 
     request_id: str
@@ -89,26 +98,30 @@ class TokenEvent:
     cumulative_logprob: float | None = None
     cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
+    fingerprint: str | None = None
 
 
 EVENT_ENTRIES = 512
 """Tokens and alternatives of a whole answer that make an event: answers that are sent on are sent in pieces."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answer:
+    """``weights``: those of its last event that had a fingerprint."""
+
     request_id: str
     index: int
     seed: int
+    weights: bytes | None = None
 
 
-@dataclass
-class _Loaded:
-    directory: Path
-    spec: ModelSpec
-    state: Mapping[str, Tensor]
-    weights: str
-    quantised: bool
+class WeightsChange(NamedTuple):
+    """``pause_s``: seconds in which the engine computed nothing. ``finishing`` requests go on with the weights before."""
+
+    fingerprint: str
+    prepare_s: float
+    pause_s: float
+    finishing: int
 
 
 class EngineCore:
@@ -125,7 +138,8 @@ class EngineCore:
         self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
         _place_threads(self.settings, self.n_threads)
-        loaded = _load(Path(model_dir), self.settings.dtype)
+        loaded = load(Path(model_dir), self.settings.dtype)
+        self._first_states = _states(loaded.directory)
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
@@ -135,14 +149,7 @@ class EngineCore:
         self._exit_layers = exit_layers(loaded.spec, self.settings.speculate) if drafts else None
         if self._exit_layers is not None and not self.spec.early_exit:
             self.spec = self.spec.with_(notes=(*self.spec.notes, UNTRAINED))
-        head = None if self.settings.head_dtype == "auto" else self.settings.head_dtype
-        # Packing takes longer than the rest of a start. With an earlier start's file the whole takes 0.05 to 0.10 s (135M).
-        shared = self.settings.replicas > 1
-        packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head)), shared) if native else None
-        self.plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
-        self.loaded_packed = packed is not None and packed.is_read
-        if packed is not None:
-            packed.finish()
+        self.plan, self.loaded_packed = lowered(loaded, self.settings, native, crossovers)
         directory, quantised = loaded.directory, loaded.quantised
         del loaded  # the plan has its own copies of the matrices: together with the state they would take memory twice
         kv_dtype = self.settings.kv_dtype
@@ -158,12 +165,8 @@ class EngineCore:
         make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool
         pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
         self.pool: KVPool | TiledKVPool = pool
-        self._runner: NativeRunner | TorchRunner
-        if native:
-            assert isinstance(pool, TiledKVPool)
-            self._runner = NativeRunner(self.plan, pool, scheduler_config)
-        else:
-            self._runner = TorchRunner(self.plan, pool, scheduler_config)
+        self._native = native
+        self._runner: NativeRunner | TorchRunner | Generations | Asleep = make_runner(self.plan, pool, scheduler_config, native)
         self.exits: EarlyExits | None = None
         if exits is not None:
             self.leave_after(*exits)
@@ -176,12 +179,15 @@ class EngineCore:
         self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
         self._expert_bytes = self.plan.expert_bytes
-        # A bound on scores and a sink beside them see what the softmax does not, so keys keep what they have in common there.
-        away = self.spec.departures
-        centred = CACHES[kv_dtype].scaled and away.attention_cap is None and not away.attention_sinks
-        if centred and isinstance(self.pool, TiledKVPool):  # after the runner is there: it computes a prefill
-            centre_keys(self.pool, self.scheduler, self.spec.vocab_size, self.compute)
+        if centres_keys(self.spec, pool):  # after the runner is there: it computes a prefill
+            assert isinstance(pool, TiledKVPool)
+            centre_keys(pool, self.scheduler, self.spec.vocab_size, self.compute)
         self._directory = directory
+        self._first_digest: str | None = None  # of the weights that the engine began with, once it is known
+        self._digest: str | None = None  # of those that it has now
+        self._identity: bytes | None = None
+        self._tags: dict[bytes, str] = {}  # fingerprints by the weights' keys, once weights have been replaced
+        self._first_layers: NativeRunner | None = None
         self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
         self._disk: DiskTier | None = None
         if self.settings.kv_dir is not None:
@@ -214,10 +220,12 @@ class EngineCore:
     def _make_exits(self, layers: int, times: StepTimes) -> ExitDrafter:
         assert isinstance(self._runner, NativeRunner)
         plan, config = self.plan.first(layers), self.scheduler.config
-        runner = NativeRunner(plan, self._runner.pool, config, self._runner)
+        self._first_layers = NativeRunner(plan, self._runner.pool, config, self._runner)
         share = plan.step_bytes / self.plan.step_bytes
 
         def compute(step: ScheduledStep) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            runner = self._first_layers
+            assert runner is not None
             return runner.run(step, n_threads=self.threads_for(step)), runner.best_of(len(step.requests))
 
         draft_times = StepTimes(lambda rows: share * times.seconds(rows), config.max_running)
@@ -228,13 +236,16 @@ class EngineCore:
 
     def _open_disk(self, folder: Path, directory: Path) -> DiskTier | None:
         """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that is of no use."""
+        return self._tier(folder, self.identity, self.step_times(directory, self.scheduler.config.token_budget))
+
+    def _tier(self, folder: Path, identity: bytes, times: StepTimes) -> DiskTier | None:
+        """Any thread may ask for it."""
         scheduler, images = self.scheduler, self.pool.images()
         config = scheduler.config
         most = self.settings.kv_dir_bytes or policy.KV_DIR_BYTES
-        store = open_store(folder, most, self.identity, config.page_tokens, images)
+        store = open_store(folder, most, identity, config.page_tokens, images)
         if store is None:
             return None
-        times = self.step_times(directory, config.token_budget)
         return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
 
     def leave_after(self, layers: Sequence[int], threshold: float) -> None:
@@ -249,22 +260,132 @@ class EngineCore:
         else:
             self.exits = EarlyExits(self._runner, self.scheduler.config, layers, threshold)
 
-    @cached_property
+    @property
     def identity(self) -> bytes:
         """Of the keys and values that this engine computes: another of the same identity computes the same bits. The engine
         must be idle when it is first asked for."""
-        config, images = self.scheduler.config, self.pool.images()
-        form = f"{type(self.pool).__name__} {self.pool.dtype} {config.page_tokens}"
-        if self.exits is not None:  # rows that left wrote other keys and values
-            form += f" exits {self.exits.layers} {self.exits.threshold}"
-        weights = weights_digest(self._directory)
-        return identity_of(weights, form, images, self.scheduler, self.spec.vocab_size, self.compute)
+        if self._identity is None:
+            self._first_digest = self._digest = weights_digest(self._directory)
+            form = form_of(self.pool)
+            if self.exits is not None:  # rows that left wrote other keys and values
+                form += f" exits {self.exits.layers} {self.exits.threshold}"
+            arguments = (self.pool.images(), self.scheduler, self.spec.vocab_size, self.compute)
+            self._identity = identity_of(self._first_digest, form, *arguments)
+        return self._identity
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A short name of the weights and of how this engine computes: answers of engines with the same one are comparable. The
         engine must be idle when it is first asked for."""
-        return f"fp_{hashlib.blake2b(self.identity + self.settings.head_dtype.encode(), digest_size=8).hexdigest()}"
+        return fingerprint_of(self.identity, self.settings)
+
+    def prepare_weights(self, directory: Path | str) -> Prepared | None:
+        """Read and pack other weights of the same shape, while the engine goes on. None: they are served already. One thread
+        at a time may, beside steps; its priority falls. Raises DataError, ConfigError, CorruptFileError or CapacityError, and
+        leaves the engine as it was."""
+        self._must_be_replaceable()
+        served = Served(
+            self._directory, self.spec, self.plan, self.settings, self.scheduler.config, self.pool, self._native,
+            self._exit_layers,
+        )  # fmt: skip
+        if self._first_digest is None and self._first_states and _states(self._directory) == self._first_states:
+            self._first_digest = self._digest = weights_digest(self._directory)
+        prepared = prepare(model_directory(directory), served, None if self.is_empty else self._digest)
+        if prepared is not None and self._disk is not None and prepared.identity != self._identity:
+            assert self.settings.kv_dir is not None
+            prepared.disk = self._tier(Path(self.settings.kv_dir), prepared.identity, self._disk.times)
+        return prepared
+
+    def sleep(self, level: int) -> int:
+        """Give memory back to the system until the engine wakes: at level 1 that of the KV cache, with all that is in it, at
+        level 2 that of the weights too. Returns how many bytes. Raises InputError if requests are under way, or for level 2
+        ConfigError if adapters are loaded, whose form depends on the weights."""
+        if self.has_work:
+            raise InputError("requests are under way. Let the engine sleep when they have ended.")
+        if level > 1:
+            self._must_be_replaceable()
+        before, pool = held_bytes(), self.scheduler.pool
+        pool.discard_content(range(pool.n_pages))
+        self.pool.forget()
+        if level > 1 and not self.is_empty:
+            _ = self.identity  # which cannot be computed without weights
+            self.plan, self._first_layers, self._runner = replace(self.plan, ops=()), None, Asleep()
+            self.adapters.rebase(self.plan, self._directory, self.adapters.quantised)  # it held the plan as well
+        return_freed_memory()
+        return max(0, before - held_bytes())
+
+    @property
+    def weights_key(self) -> bytes:
+        """The name of the present weights in the keys of their pages: empty for those that the engine began with."""
+        return self.scheduler.page_lists.weights
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the engine sleeps without weights. Then it wakes by ``prepare_weights(directory)`` and ``use_weights``."""
+        return isinstance(self._runner, Asleep)
+
+    @property
+    def directory(self) -> Path:
+        """Where its weights come from."""
+        return self._directory
+
+    def _must_be_replaceable(self) -> None:
+        """Raises ConfigError if something is in use that was made for the present weights."""
+        if self.exits is not None:
+            raise ConfigError(
+                f"early_exit={self.settings.early_exit!r} was fitted to the weights that are served, so they cannot be "
+                "replaced or taken out of memory. Use early_exit='off' for that."
+            )
+        if self.adapters.known or self.adapters.n_held:
+            raise ConfigError(
+                "adapters are loaded, which were made for the weights that are served. Unload them first, and wait until "
+                "requests that use them have ended."
+            )
+
+    def use_weights(self, prepared: Prepared, carry_on: bool = False) -> WeightsChange:
+        """Compute with ``prepared`` from the next step on. Requests under way finish on the weights they began with, or with
+        ``carry_on`` their tokens are computed again by the new ones, which go on. Pages of the prefix cache are found only by
+        requests of the weights that computed them. Raises ConfigError if adapters were loaded meanwhile."""
+        began = time.perf_counter()
+        self._must_be_replaceable()
+        lists = self.scheduler.page_lists
+        key = b"" if prepared.digest == self._first_digest else key_of(prepared.digest)
+        if not self._tags and self._identity is not None:
+            self._tags[lists.weights] = self.fingerprint
+        runners = dict(self._runner.runners) if isinstance(self._runner, Generations) else {}
+        if isinstance(self._runner, NativeRunner | TorchRunner):
+            runners = {lists.weights: self._runner}
+        runners.setdefault(key, prepared.runner)  # requests may still run on the same weights
+        unused: list[Any] = [self.plan, self._first_layers]
+        self.scheduler.change_weights(key, carry_on)
+        self._runner = Generations(runners, key)
+        self.plan, self._first_layers = self._runner.runner.plan, prepared.exits
+        if isinstance(prepared.pool, TiledKVPool):
+            prepared.pool.poisoned = self.pool.poisoned
+            self.pool = prepared.pool
+        before, is_same = self._disk, prepared.identity == self._identity
+        self._counts.weight_changes += prepared.digest != self._digest
+        self._directory, self._digest, self._identity = prepared.directory, prepared.digest, prepared.identity
+        self._tags[key] = self.fingerprint
+        self.adapters.rebase(self.plan, prepared.directory, prepared.quantised)
+        if not is_same:
+            self._disk = self.scheduler.lower = prepared.disk
+        n_left = self._let_go(unused, None if is_same or before is None else before.close)
+        self._counts.weight_pause_s = time.perf_counter() - began
+        return WeightsChange(self._tags[key], prepared.seconds, self._counts.weight_pause_s, n_left)
+
+    def _let_go(self, unused: list[Any], finish: Callable[[], None] | None = None) -> int:
+        """Drop the weights that no request is computed by any more, and ``unused``. Returns how many requests are still
+        computed by weights that were replaced."""
+        assert isinstance(self._runner, Generations)
+        current = self._runner.current
+        left = Counter(request.weights for request in self.scheduler.requests.values())
+        unused += [self._runner.runners.pop(key) for key in self._runner.runners.keys() - left.keys() - {current}]
+        if len(self._runner.runners) == 1:
+            self._runner = self._runner.runner
+        if unused:
+            let_go(unused, finish)
+        return left.total() - left[current]
 
     def close(self) -> None:
         """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the
@@ -316,7 +437,7 @@ class EngineCore:
     @property
     def runner(self) -> str:
         """Which runner computes the steps: native or torch."""
-        return "native" if isinstance(self._runner, NativeRunner) else "torch"
+        return "native" if self._native else "torch"
 
     @property
     def max_model_len(self) -> int:
@@ -325,7 +446,7 @@ class EngineCore:
 
     @property
     def weights_bytes(self) -> int:
-        return self.plan.weights_bytes
+        return 0 if self.is_empty else self.plan.weights_bytes
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -361,6 +482,8 @@ class EngineCore:
             raise InputError(f"prompt token {bad} is not in the model's vocabulary of {self.spec.vocab_size}.")
         if timeout_s is not None and not 0 < timeout_s < float("inf"):
             raise InputError(f"timeout_s={timeout_s} must be a number of seconds above 0.")
+        if self.is_empty:
+            raise EngineError("the engine is asleep and holds no weights. Wake it first.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         adapter = None if lora is None else self.adapters.get(lora)
         if params.use_beam_search:
@@ -514,13 +637,13 @@ class EngineCore:
             if request.id not in failed:
                 n_output += len(new)
                 scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
-                events.append(self._event(request.id, new, scored, request.finish_reason))
+                events.append(self._event(request.id, new, scored, request.finish_reason, weights=request.weights))
                 if request.n_output == len(new) and request.fork_of is None:
                     events[-1].cached_tokens = request.n_prefix_hit
         for place, vector in vectors.items():
             request = step.requests[place]
             if request.id not in failed:
-                events.append(self._event(request.id, [], finish_reason=request.finish_reason))
+                events.append(self._event(request.id, [], finish_reason=request.finish_reason, weights=request.weights))
                 events[-1].cached_tokens, events[-1].embedding = request.n_prefix_hit, vector
         for request in finished:
             if request.id in failed:
@@ -534,6 +657,8 @@ class EngineCore:
         self._count(step, n_output, len(logits), n_wrong, len(failed), time.perf_counter() - began)
         if not self._names:  # nothing runs any more, so nothing is scored either
             self.release_logits()
+        if isinstance(self._runner, Generations):
+            self._let_go([])
         return events
 
     def _found(self, root: Request, why: FinishReason | None = None) -> list[TokenEvent]:
@@ -552,6 +677,8 @@ class EngineCore:
             events[-1].finish_reason = "stop" if beam is not None and beam.stopped else why or "length"
             events[-1].cumulative_logprob = None if beam is None else beam.score
         events[0].cached_tokens = root.n_prefix_hit
+        if self._tags:
+            self._tag(events[0], self._answers[root.id], root.weights)
         self._forget(root.id)
         return events
 
@@ -599,9 +726,17 @@ class EngineCore:
         logprobs: list[TokenLogprobs] | None = None,
         finish_reason: FinishReason | None = None,
         scores: list[TokenLogprobs] | None = None,
+        weights: bytes | None = None,
     ) -> TokenEvent:
         answer = self._answers[name]
-        return TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
+        event = TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
+        if self._tags and weights is not None:
+            self._tag(event, answer, weights)
+        return event
+
+    def _tag(self, event: TokenEvent, answer: _Answer, weights: bytes) -> None:
+        if answer.weights != weights:
+            answer.weights, event.fingerprint = weights, self._tags.get(weights)
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None, n_hidden: int = 0) -> Tensor:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows), of
@@ -692,6 +827,14 @@ class EngineCore:
             counts.mixed_flop += flop
 
 
+def _states(directory: Path) -> list[str]:
+    """What changes with the weights of ``directory``; empty if they cannot be looked at."""
+    try:
+        return states_of_files(weight_files(directory))
+    except OSError:
+        return []
+
+
 def _sequences(root: Request) -> Sequence[Request]:
     return () if root.beams is None else root.beams.live
 
@@ -731,32 +874,6 @@ def _default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _load(directory: Path, dtype: str) -> _Loaded:
-    spec = read_spec(directory)
-    spec.require_buildable()
-    holding, weights = directory_holding(directory, spec), dtype
-    stored = None if holding is None or holding.scheme is None else SCHEMES[holding.scheme]
-    expands = dtype in SCHEMES and not SCHEMES[dtype].quantised
-    if stored is not None and not expands:
-        if dtype not in ("auto", stored.family, stored.name):
-            raise ConfigError(
-                f"{directory} holds {stored.family} weights, which cannot be used as dtype={dtype!r}. "
-                "Use dtype='auto', bf16 or fp32, or the unquantised model that it was made from."
-            )
-        weights = stored.name
-    elif dtype == "auto":
-        # bf16 only where the CPU has fast products of it (AVX-512 or newer).
-        weights = "bf16" if has_packed_linear(torch.bfloat16) else "fp32"
-    needed, free = weights_bytes(spec, scheme_of(weights).multiplied("native")), available_bytes()
-    if needed > free:
-        raise CapacityError(
-            f"the weights in {weights} need {format_bytes(needed)} and {format_bytes(free)} of memory is free. "
-            "Use weights of fewer bits, a smaller model or a machine with more memory."
-        )
-    spec, state = (load_state if expands else load_any_state)(directory)
-    return _Loaded(directory, spec, state, weights, holding is not None)
-
-
 def _runs_natively(settings: EngineSettings) -> bool:
     """Raises ConfigError if steps must be deterministic and would be torch's."""
     native = settings.runner == "native" or (settings.runner == "auto" and library() is not None)
@@ -781,7 +898,7 @@ def _drafts(settings: EngineSettings, native: bool) -> bool:
     return True
 
 
-def _exits(directory: Path, loaded: _Loaded, settings: EngineSettings, native: bool) -> tuple[tuple[int, ...], float] | None:
+def _exits(directory: Path, loaded: Loaded, settings: EngineSettings, native: bool) -> tuple[tuple[int, ...], float] | None:
     """(layers after which rows may leave, threshold); None if none may. Raises ConfigError for settings that it does not go
     with and where nothing was fitted to the model as it is held."""
     value = settings.early_exit

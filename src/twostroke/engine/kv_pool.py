@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
-from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.memory import forget, untouched_zeros
 from twostroke.engine.tiers.images import PageImages
 from twostroke.planner.work.weights import kv_bytes_per_token
 
@@ -90,6 +90,10 @@ class KVPool:
         """Pages as strings of bytes."""
         runs = self.storage.view(torch.uint8).numpy()
         return PageImages([runs.reshape(-1, self.n_pages, self.page_tokens * self.head_dim * self.storage.element_size())])
+
+    def forget(self) -> None:
+        """Give the memory of all pages back to the system until they are written again."""
+        forget(self.storage.data_ptr(), self.storage.nbytes)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second, in every layer."""

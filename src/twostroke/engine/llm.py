@@ -165,6 +165,15 @@ class LLM:
         """Let no further prompt name it; those under way are answered. Raises InputError for an unknown name."""
         self.engine.unload_adapter(name)
 
+    def load_weights(self, directory: str | Path) -> bool:
+        """Compute with the weights in ``directory``, of the same shape, from now on. Answers under way (``stream``) finish on
+        those before. Returns False if they are the same ones. Raises what ``EngineCore.prepare_weights`` raises; then the
+        present ones stay."""
+        prepared = self.engine.prepare_weights(directory)
+        if prepared is not None:
+            self.engine.use_weights(prepared)
+        return prepared is not None
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -31,6 +32,24 @@ def available_bytes() -> int:
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(available, 0)
+
+
+def held_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def forget(address: int, n_bytes: int) -> None:
+    """Give the memory of ``untouched_zeros`` at ``address`` back: its whole pages are zeros again, and take memory as they are
+    touched. Does nothing where the system cannot."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = -(-address // page) * page, (address + n_bytes) // page * page
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and first < last and hasattr(mmap, "MADV_DONTNEED"):
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def untouched_zeros(n_bytes: int) -> npt.NDArray[np.uint8]:

@@ -90,4 +90,6 @@ class EngineStats:
     adapter_load_s: float = 0.0
     adapter_hits: int = 0  # admitted requests whose adapter was in memory
     adapter_evictions: int = 0  # adapters that made room for others
+    weight_changes: int = 0  # weights that were replaced by others
+    weight_pause_s: float = 0.0  # of the last one: the time in which no step was computed
     expert_load: float = 0.0  # largest load of an expert over its layer's mean, in the worst layer; 0 without experts

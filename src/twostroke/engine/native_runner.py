@@ -48,7 +48,7 @@ class NativeRunner:
         loaded.ts_step_destroy.restype, loaded.ts_step_destroy.argtypes = None, [ctypes.c_void_p]
         loaded.ts_step_run.restype, loaded.ts_step_run.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
         self._library, self.plan, self.pool = loaded, plan, pool
-        self._whole = whole or self
+        self._part_of = whole  # not itself where there is none: a cycle would keep its memory until it is collected
         self._gathers = any(isinstance(op, p.GatherSampledRows) for op in plan.ops)
         self._has_head = isinstance(plan.ops[-1], p.LmHead)
         spec = plan.spec.attended
@@ -114,7 +114,7 @@ class NativeRunner:
         batch, n, given = self._batch, len(step.requests), step
         if not self._gathers:
             rows, all_rows = None, True
-        held = self._whole._n_held
+        held = (self._part_of or self)._n_held
         adapters = [getattr(request.adapter, "held", None) for request in step.requests] if held else []
         row_of: np.ndarray | None = None
         if any(adapters):
@@ -183,7 +183,7 @@ class NativeRunner:
         return NativeAdapter(self.plan, parts, scheme_of(self.plan.weights).adapter_element(native=True))
 
     def _form_of(self, adapter: NativeAdapter) -> CAdapter:
-        return adapter.c if self._whole is self else adapter.first(len(self.plan.ops) - 2)
+        return adapter.c if self._part_of is None else adapter.first(len(self.plan.ops) - 2)
 
     def release_logits(self) -> None:
         """Free the logits if they have more rows than requests may run at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy as shallow_copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import CACHES
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.kv_pool import all_finite, poison, token_bytes
-from twostroke.engine.memory import untouched_zeros
+from twostroke.engine.memory import forget, untouched_zeros
 from twostroke.engine.tiers.images import PageImages
 from twostroke.kernels.four_bit_cache import (
     hadamard,
@@ -79,6 +80,12 @@ class TiledKVPool:
     def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         n_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(untouched_zeros(n_bytes + SLACK)[:n_bytes]).view(dtype).view(shape)
+
+    def beside(self) -> TiledKVPool:
+        """The same slots for other weights, whose keys have a ``key_offset`` of their own."""
+        made = shallow_copy(self)
+        made.key_offset = torch.zeros_like(self.key_offset)
+        return made
 
     def write(self, layer: int, slots: Tensor, heads: Float[Tensor, "2K n D"]) -> None:
         """Keys and values of new tokens into their slots."""
@@ -146,6 +153,11 @@ class TiledKVPool:
         heads = self.keys.shape[0] * self.keys.shape[1]
         held = [self.keys, self.values, *((self.key_scales, self.value_scales) if self.scaled else ())]
         return PageImages([part.view(torch.uint8).numpy().reshape(heads, self.n_pages, -1) for part in held])
+
+    def forget(self) -> None:
+        """Give the memory of all pages back to the system until they are written again."""
+        for held in (self.keys, self.values, self.key_scales, self.value_scales):
+            forget(held.data_ptr(), held.nbytes)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second, in every layer."""

@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_place": (None, [*_SHAPE, _POINTER]),
     "ts_set_huge_pages": (None, [_INT]),
     "ts_collapse": (_INT64, []),
+    "ts_run_alone": (None, [_INT]),
     "ts_allocate": (_POINTER, [_INT64]),
     "ts_release": (None, [_POINTER]),
     "ts_packed_bytes": (_INT64, _SHAPE),

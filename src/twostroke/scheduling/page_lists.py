@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twostroke.scheduling.pages import PagePool
-from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
+from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of, root_of_weights
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.step import SchedulerConfig
 
@@ -16,6 +16,8 @@ class PageLists:
     def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
         self.config = config
         self.pool = pool
+        self.weights = b""
+        """The weights that compute what new requests read (``root_of_weights``)."""
 
     def pages_for(self, n_tokens: int) -> int:
         """Pages that hold ``n_tokens``."""
@@ -38,7 +40,7 @@ class PageLists:
     def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
         """The key of the empty prefix of requests of no named client and no adapter, and behind it those of the pages of
         ``tokens``, of which the last may be filled in part."""
-        keys = [root_of("") if self.config.separate_prefixes else ROOT]
+        keys = [root_of_weights(root_of("") if self.config.separate_prefixes else ROOT, self.weights)]
         for i in range(0, len(tokens), self.config.page_tokens):
             keys.append(chain_key(keys[-1], tokens[i : i + self.config.page_tokens]))
         return keys
@@ -54,8 +56,8 @@ class PageLists:
             keys.append(parent)
 
     def root_of(self, request: Request) -> bytes:
-        """The key of the empty prefix: with one's own prefixes a client's, and an adapter's."""
-        root = root_of(request.client) if self.config.separate_prefixes else ROOT
+        """The key of the empty prefix: with one's own prefixes a client's, of the request's weights, and an adapter's."""
+        root = root_of_weights(root_of(request.client) if self.config.separate_prefixes else ROOT, request.weights)
         return root if request.adapter is None else root_beside(root, request.adapter.key)
 
     def register(self, request: Request) -> None:

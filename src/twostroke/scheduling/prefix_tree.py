@@ -30,6 +30,12 @@ def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+def root_of_weights(root: bytes, weights: bytes) -> bytes:
+    """Key of the empty prefix below ``root`` of what the weights ``weights`` compute. Empty: those that the engine began with,
+    whose tree is that below ``root`` itself."""
+    return blake2b(root + weights, digest_size=16, person=b"twostroke-wghts").digest() if weights else root
+
+
 _COMPARED = 8
 """Pages behind a prefix that are compared with what follows it in a prompt, the newest."""
 

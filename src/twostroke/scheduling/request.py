@@ -35,8 +35,8 @@ class Request:
     sampled. Lower ``priority`` is served earlier; requests of equal priority go by the service that their clients received, and
     those of one client in order of arrival. The request ends at ``deadline``, in seconds of the caller's clock, even if it is
     unfinished. ``fork_of`` is a request with the same prompt; its pages are shared once they are computed. ``adapter``, if any,
-    changes what its tokens' keys and values are, so only requests of the same one share them. ``beams`` are the sequences of a
-    request that searches, of which it is one itself.
+    changes what its tokens' keys and values are, so only requests of the same one share them. So do the ``weights`` that
+    compute them, which the scheduler names. ``beams`` are the sequences of a request that searches, of which it is one itself.
     """
 
     __slots__ = (
@@ -73,6 +73,7 @@ class Request:
         "status",
         "stop_ids",
         "tokens",
+        "weights",
     )
 
     def __init__(
@@ -121,6 +122,7 @@ class Request:
         self.restorable = 0  # leading pages that are to be had by loading further ones; 0 if none is to be loaded
         self.n_preemptions = 0
         self.n_passed = 0  # later requests that were admitted first
+        self.weights = b""
         self.beams = Beams(self, params) if params.use_beam_search else None
 
     @property

@@ -163,9 +163,10 @@ class Scheduler:
             )
         request.arrival = self._n_arrived
         self._n_arrived += 1
+        original = request.fork_of
+        request.weights = self.page_lists.weights if original is None else original.weights
         self.requests[request.id] = request
         request.account = self._accounts.open(request.client)
-        original = request.fork_of
         if original is not None:
             request.page_keys = original.page_keys[: request.n_prompt // c.page_tokens]
         self.page_lists.hash_full_pages(request)  # here and not at admission, because running requests wait for schedule()
@@ -201,6 +202,32 @@ class Scheduler:
                 self._finish(request, "timeout")
                 expired.append(request)
         return expired
+
+    def change_weights(self, weights: bytes, carry_on: bool) -> None:
+        """From now on new requests are computed by ``weights``, and so are those that wait and have computed nothing. With
+        ``carry_on`` the others are too: running ones are preempted, and their tokens are computed again. Without, they keep
+        their weights until they end. Answers to one prompt are computed by the same weights.
+
+        No step may be under way.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("change_weights() was called before update() of the step under way")
+        n_preemptions = self.n_preemptions  # which counts those for lack of pages
+        for request in [*self._decoding, *self._prefilling] if carry_on else ():
+            if request.status is Status.RUNNING:  # else it was preempted with another sequence of its search
+                self._preempt(request)
+        self.n_preemptions = n_preemptions
+        self.page_lists.weights = weights
+        self._blocked = None
+        for request in self.requests.values():
+            first = request if request.fork_of is None else request.fork_of
+            if carry_on or (first.status is Status.WAITING and first.n_preemptions == 0):
+                request.weights = weights
+                request.page_keys = []  # hashed again at admission
+                for beam in () if request.beams is None else request.beams.members:
+                    beam.weights = weights
+            else:
+                request.restorable = 0  # the lower tier is the new weights' from now on
 
     def schedule(self, propose: Propose | None = None) -> ScheduledStep:
         """Decide the next step and allocate its pages. Call ``update`` or ``abandon`` before the next ``schedule``. ``propose``
@@ -339,7 +366,7 @@ class Scheduler:
                 continue
             if failed and request.id in failed:
                 self.pool.discard_content(request.pages)
-                if self.lower is not None:
+                if self.lower is not None and self._in_lower(request):
                     self.lower.forget(request.page_keys)
                 if request.beams is None:  # else ``fail`` ends all of its sequences
                     self._finish(request, "error")
@@ -591,6 +618,7 @@ class Scheduler:
         name = f"{root.id}\x1f{len(beams.slots)}"
         made = Request(name, (), root.params.of_fork(1), root.priority, (), root.client, None, root, root.adapter)
         made.beams, made.account, made.arrival, made.status = beams, root.account, root.arrival, Status.RUNNING
+        made.weights = root.weights
         made.n_prompt, made.limit, made.min_length, made.stop_ids = root.n_prompt, root.limit, root.min_length, root.stop_ids
         made.slot = beams.slots.pop()
         return made
@@ -791,7 +819,7 @@ class Scheduler:
             return False
         pool.retain(hits)
         n_lower = 0
-        if self.lower is not None and request.adapter is None and len(hits) < max_hits:
+        if self.lower is not None and self._in_lower(request) and len(hits) < max_hits:
             n_lower = self.lower.worth(request, len(hits), max_hits)
         source, n_begun = -1, 0
         if n_lower == 0 and c.prefix_cache and c.parts_of_pages and not _reads_prompt(request.params):
@@ -904,8 +932,12 @@ class Scheduler:
             if reason in ("abort", "timeout"):
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
 
+    def _in_lower(self, request: Request) -> bool:
+        """Whether the lower tier may hold pages of ``request``: not those of adapters, nor of weights that were replaced."""
+        return request.adapter is None and request.weights == self.page_lists.weights
+
     def _release(self, request: Request) -> None:
-        if self.lower is not None and request.adapter is None and request.n_registered:
+        if self.lower is not None and self._in_lower(request) and request.n_registered:
             self.lower.keep(request.page_keys[: request.n_registered])
         if request.beams is None:  # else another sequence of the search may go on writing to its last page
             self.page_lists.register_end(request)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -55,6 +55,8 @@ class SlowReaderError(EngineError):
 class Aborts(Protocol):
     """What a stream needs of who computes it."""
 
+    tags: bool
+
     def abort(self, stream: TokenStream) -> None: ...
 
 
@@ -86,6 +88,24 @@ class Engines(Protocol):
     ) -> list[TokenStream]: ...
 
     async def change_adapter(self, name: str, directory: str | None) -> None: ...
+
+    @property
+    def weights(self) -> str | None: ...
+
+    @property
+    def tags(self) -> bool: ...
+
+    @property
+    def asleep(self) -> int: ...
+
+    @property
+    def dozes(self) -> bool: ...
+
+    async def change_weights(self, directory: str, carry_on: bool) -> wire.WeightsChanged: ...
+
+    async def sleep(self, level: int, wakes: bool) -> wire.Slept: ...
+
+    async def wake(self) -> None: ...
 
     async def stats(self) -> dict[str, float]: ...
 
@@ -133,6 +153,9 @@ class TokenStream:
         self.prompt_logprobs: list[wire.TokenLogprobs] = []
         self.cached_tokens = 0
         self.embedding: bytes | None = None
+        self.computed_by: list[str | None] = [None]
+        """Fingerprints of the weights that computed it; None: those that were served when it was asked for."""
+        self._begun = False
         self._client = client
         self._pending: list[wire.TokenDelta] = []
         self._pending_bytes = 0
@@ -150,6 +173,10 @@ class TokenStream:
                 self.on_first(self.first_s)
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
         self.embedding = self.embedding or delta.embedding
+        if delta.fingerprint is not None:
+            self._client.tags = True
+            self.computed_by = [*(self.computed_by if self._begun else ()), *delta.fingerprint.split("+")]
+        self._begun = True
         self._pending.append(delta)
         self._pending_bytes += 64 + 8 * len(delta.token_ids)
         if delta.logprobs is not None:
@@ -264,12 +291,24 @@ class EngineClient:
         self._numbers = itertools.count()
         self._last_stats: dict[str, float] = {}
         self._changes: dict[int, asyncio.Future[str | None]] = {}
+        self.weights: str | None = None  # directory of those that replaced the first ones
+        self.relaunch: Callable[[str], EngineChild] | None = None  # starts an engine with the weights of a directory
+        self.asleep = 0  # the level at which the engine sleeps
+        self.wakes = False  # whether a request wakes it
+        self._waking = asyncio.Lock()
+        self.tags = False  # whether some answers have said which weights computed them
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._first_adapters: dict[int, str] = {}  # by query: those that a new engine has not answered for
 
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be worked on."""
-        return self._loaded.is_set() and self._busy_s < self._heartbeat_timeout_s
+        return not self.asleep and self._loaded.is_set() and self._busy_s < self._heartbeat_timeout_s
+
+    @property
+    def dozes(self) -> bool:
+        """Whether it sleeps, and a request sent now would wake it."""
+        return bool(self.asleep) and self.wakes and self._loaded.is_set()
 
     # Requests.
 
@@ -359,6 +398,49 @@ class EngineClient:
         else:
             self.adapters[name] = directory
 
+    async def change_weights(self, directory: str, carry_on: bool) -> wire.WeightsChanged:
+        """Let the engine compute with the weights in ``directory``, as every engine does that is started from then on. Raises
+        InputError if the engine refuses, NotReadyError while none is loaded, and EngineLostError if it is lost meanwhile."""
+        changed: wire.WeightsChanged = await self._ask(lambda query_id: wire.ChangeWeights(query_id, directory, carry_on))
+        if changed.error is not None:
+            raise InputError(changed.error, field="path")
+        self.weights = directory
+        self.asleep = 0
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, fingerprint=changed.fingerprint)
+        return changed
+
+    async def sleep(self, level: int, wakes: bool) -> wire.Slept:
+        """Let the engine give memory back. ``wakes``: the next request wakes it, else `wake` alone does. Raises as
+        `change_weights` does."""
+        slept: wire.Slept = await self._ask(lambda query_id: wire.Sleep(query_id, level))
+        if slept.error is not None:
+            raise InputError(slept.error, field="level")
+        self.asleep, self.wakes = level, wakes
+        return slept
+
+    async def wake(self) -> None:
+        """Let a sleeping engine compute again. Raises as `change_weights` does."""
+        async with self._waking:
+            if not self.asleep:
+                return
+            woken: wire.Slept = await self._ask(lambda query_id: wire.Sleep(query_id, 0))
+            if woken.error is not None:
+                raise EngineError(woken.error)
+            self.asleep = 0
+
+    async def _ask(self, command: Callable[[int], wire.Command]) -> Any:
+        """The engine's answer to a command with a query's number, however long it takes."""
+        if not self._loaded.is_set() or self._channel is None:
+            raise NotReadyError("the engine is loading. Try again in a moment.")
+        query_id = next(self._numbers)
+        self._asked[query_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(command(query_id))
+            return await self._asked[query_id]
+        finally:
+            del self._asked[query_id]
+
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
         """The engine's counters, or the last known ones if it does not answer in time."""
         if self._channel is None or not self._loaded.is_set():
@@ -385,7 +467,8 @@ class EngineClient:
         try:
             while not self._closing.is_set():
                 if self._child is None:
-                    self._child = self._launch()
+                    again = None if self.weights is None else self.relaunch
+                    self._child = self._launch() if again is None else again(str(self.weights))
                 started = time.monotonic()
                 reason = await self._attend(self._child)
                 was_loaded = self._loaded.is_set()
@@ -399,6 +482,9 @@ class EngineClient:
                     self._replacing = False
                     self.restarts += 1
                     continue
+                if not was_loaded and self.weights is not None:
+                    log.error("the weights in %s cannot be loaded: the first ones are served again.", self.weights)
+                    self.weights = None
                 losses = 1 if was_loaded and time.monotonic() - started > STEADY_S else losses + 1
                 pause = BACKOFF_S[min(losses, len(BACKOFF_S)) - 1]
                 log.error("engine lost: %s. Starting a new one in %.2g s.", reason, pause)
@@ -520,6 +606,9 @@ class EngineClient:
         for change in self._changes.values():
             if not change.done():
                 change.set_exception(EngineLostError("the engine was lost while it changed an adapter and is starting again."))
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineLostError("the engine was lost meanwhile and is starting again."))
         if streams:
             log.error("%d requests failed: %s.", len(streams), reason)
 
@@ -533,6 +622,7 @@ class EngineClient:
                 self._busy_s = busy_s
             case wire.Ready():
                 self.info = event
+                self.asleep = 0
                 self._busy_s = 0.0
                 self._first_adapters = {next(self._numbers): name for name in self.adapters}
                 for query_id, name in self._first_adapters.items():
@@ -542,6 +632,10 @@ class EngineClient:
                     self._loaded.set()
             case wire.AdapterChanged(query_id, error, _, _):
                 self._on_adapter(query_id, error)
+            case wire.WeightsChanged(query_id) | wire.Slept(query_id):
+                asked = self._asked.get(query_id)
+                if asked is not None and not asked.done():
+                    asked.set_result(event)
             case wire.StatsReport(query_id, values):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():

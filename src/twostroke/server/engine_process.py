@@ -72,6 +72,24 @@ class Engine(Protocol):
 
     def unload_adapter(self, name: str) -> None: ...
 
+    def prepare_weights(self, directory: Path) -> Any: ...
+
+    def use_weights(self, prepared: Any, carry_on: bool) -> Any: ...
+
+    def sleep(self, level: int) -> int: ...
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def weights_key(self) -> bytes: ...
+
     def abort(self, request_id: str, index: int | None = None) -> Any: ...
 
     def step(self) -> Iterable[Any]: ...
@@ -164,6 +182,7 @@ class _Owner:
         held = self.held.get(delta.index)
         if held is not None:
             held.token_ids += delta.token_ids
+            held.fingerprint = "+".join(filter(None, (held.fingerprint, delta.fingerprint))) or None
             held.finish_reason = delta.finish_reason
             n_each = 1
             if delta.logprobs is not None:
@@ -186,6 +205,15 @@ class _Preparing:
     aborted: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _ChangingWeights:
+    """Weights that a thread prepares, and who asked for them."""
+
+    connection: Connection
+    command: wire.ChangeWeights | wire.Sleep
+    prepared: Future[Any]
+
+
 class EngineServer:
     """Runs one engine for the connections of one listening socket."""
 
@@ -203,6 +231,7 @@ class EngineServer:
         self._owners: dict[str, _Owner] = {}
         self._preparing: list[_Preparing] = []
         self._compiler: ThreadPoolExecutor | None = None
+        self._changing: _ChangingWeights | None = None
         self._woken, self._waker = socket.socketpair()  # by the thread that compiles, when it is done
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -238,6 +267,8 @@ class EngineServer:
                 self._poll(wait=not step_now)
                 if self._preparing:
                     self._add_prepared()
+                if self._changing is not None and self._changing.prepared.done():
+                    self._take_weights(self._changing)
                 if step_now and engine.has_work:  # again, since the poll may have aborted the last request
                     self._deliver(engine.step())
                     self._tell_blocks()
@@ -336,6 +367,10 @@ class EngineServer:
                 connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
             case wire.ChangeAdapter():
                 connection.send(self._change_adapter(command))
+            case wire.ChangeWeights():
+                self._prepare_weights(connection, command, Path(command.directory))
+            case wire.Sleep():
+                self._sleep(connection, command)
             case wire.WatchBlocks():
                 self._tell_blocks()
                 connection.watches = True
@@ -365,6 +400,59 @@ class EngineServer:
             event = wire.Blocks([key for key in keys if changes[key]], [key for key in keys if not changes[key]])
             for connection in watchers:
                 connection.send(event)
+
+    def _sleep(self, connection: Connection, command: wire.Sleep) -> None:
+        if command.level == 0 and self._engine.is_empty:
+            self._prepare_weights(connection, command, self._engine.directory)
+            return
+        freed, error = 0, None
+        try:
+            if command.level > 0 and (self._changing is not None or self._preparing):
+                raise InputError("weights or a form are being prepared. Let the engine sleep when that has ended.")
+            freed = self._engine.sleep(command.level) if command.level > 0 else 0
+        except TwostrokeError as failure:
+            error = str(failure)
+        connection.send(wire.Slept(command.query_id, error, freed))
+
+    def _prepare_weights(self, connection: Connection, command: wire.ChangeWeights | wire.Sleep, directory: Path) -> None:
+        """In a thread of its own, beside steps."""
+        answer = wire.WeightsChanged if isinstance(command, wire.ChangeWeights) else wire.Slept
+        if self._changing is not None:
+            connection.send(answer(command.query_id, "other weights are being prepared. Try again when they are served."))
+            return
+        prepared: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                prepared.set_result(self._engine.prepare_weights(directory))
+            except BaseException as error:
+                prepared.set_exception(error)
+            self._waker.send(b"\0")
+
+        self._changing = _ChangingWeights(connection, command, prepared)
+        threading.Thread(target=work, name="weights", daemon=True).start()
+
+    def _take_weights(self, changing: _ChangingWeights) -> None:
+        """Compute with what was prepared, or tell why not."""
+        self._changing = None
+        command = changing.command
+        made: tuple[Any, ...] = self._engine.fingerprint, 0.0, 0.0, 0  # where they were served already
+        failed: str | None = None
+        try:
+            prepared = changing.prepared.result()
+            if prepared is not None:
+                made = self._engine.use_weights(prepared, isinstance(command, wire.ChangeWeights) and command.carry_on)
+        except (TwostrokeError, OSError) as error:
+            failed = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            failed = f"the weights could not be prepared ({type(error).__name__})."
+        if isinstance(command, wire.Sleep):
+            changing.connection.send(wire.Slept(command.query_id, failed))
+        elif failed is not None:
+            changing.connection.send(wire.WeightsChanged(command.query_id, failed))
+        else:
+            changing.connection.send(wire.WeightsChanged(command.query_id, None, *made, key=self._engine.weights_key))
 
     def _prepare(self, connection: Connection, command: wire.Add) -> None:
         """Compile the request's constraint in a thread, beside steps: some take a second."""
@@ -441,6 +529,7 @@ class EngineServer:
                         event.index,
                         cached_tokens=event.cached_tokens,
                         embedding=None if event.embedding is None else event.embedding.tobytes(),
+                        fingerprint=event.fingerprint,
                     )
                 )
                 if delta is not None:

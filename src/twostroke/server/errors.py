@@ -76,6 +76,11 @@ def engine_lost() -> ApiError:
     )
 
 
+def asleep() -> ApiError:
+    message = "the engine sleeps until POST /admin/wake."
+    return ApiError(503, message, code="asleep", headers={"retry-after": "30"})
+
+
 def not_ready(retry_after_s: int = 1) -> ApiError:
     message = "the engine is loading or being restarted. Try again in a moment."
     return ApiError(503, message, code="engine_not_ready", headers={"retry-after": str(retry_after_s)})

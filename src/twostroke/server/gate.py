@@ -12,11 +12,12 @@ import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twostroke.core.errors import TwostrokeError
 from twostroke.server.admission import ApiKeys
-from twostroke.server.errors import MESSAGES_ROUTES, ApiError, encode_error, not_ready
+from twostroke.server.errors import MESSAGES_ROUTES, ApiError, asleep, encode_error, not_ready
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
-from twostroke.server.service import Service
+from twostroke.server.service import Service, api_error
 
 log = logging.getLogger("twostroke.server")
 
@@ -39,9 +40,12 @@ ANSWER_ROUTES = MESSAGES_ROUTES | {
 """Routes whose requests take places."""
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
+ADMIN_ROUTES = frozenset({"/admin/weights", "/admin/sleep", "/admin/wake"})
+"""Routes that change the engine: for the same callers."""
 FILES, BATCHES = "/v1/files", "/v1/batches"
 """Routes that write to the server's disk, with those below them: for the same callers."""
-ROUTES = ANSWER_ROUTES | ADAPTER_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics", FILES, BATCHES}
+CHANGE_ROUTES = ADAPTER_ROUTES | ADMIN_ROUTES
+ROUTES = ANSWER_ROUTES | CHANGE_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics", FILES, BATCHES}
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 """A client's own request id is repeated to it if it is short and plain, because it is written into a header."""
 
@@ -76,6 +80,12 @@ class Gate:
         if refusal is not None:
             await _send_error(marked_send, refusal, path)
             return
+        if path in ANSWER_ROUTES | ADAPTER_ROUTES and self._service.client.asleep:
+            try:
+                await self._service.client.wake()
+            except TwostrokeError as error:
+                await _send_error(marked_send, api_error(error), path)
+                return
         if path in ANSWER_ROUTES:
             # Counted while it waits: else a burst would pass here, and be refused only after its bodies were read.
             self._service.admission.arriving += 1
@@ -95,8 +105,9 @@ class Gate:
         stranger = refused_caller(keys, service.local_only, path, headers)
         if stranger is not None:
             return stranger
-        if keys is None and not service.local_only and (path in ADAPTER_ROUTES or path.startswith((FILES, BATCHES))):
-            message = "adapters, files and batches are used with an API key, or from this machine on a server on loopback."
+        if keys is None and not service.local_only and (path in CHANGE_ROUTES or path.startswith((FILES, BATCHES))):
+            what = "adapters, files, batches and /admin are used"
+            message = f"{what} with an API key, or from this machine on a server on loopback."
             return ApiError(403, message, code="key_needed", headers={"connection": "close"})
         if keys is None and method == "POST" and path == FILES and b"origin" in headers:
             # A form is the one body that a foreign web page may send without asking first.
@@ -107,7 +118,10 @@ class Gate:
         if length.isdigit() and int(length) > most:
             return too_large(most)
         if method == "POST" and path in ANSWER_ROUTES | ADAPTER_ROUTES:
-            if not service.ready:
+            dozes = service.client.dozes and not service.draining
+            if service.client.asleep and not dozes and not service.draining:
+                return asleep()
+            if not service.ready and not dozes:
                 return not_ready(retry_after_s=5 if service.draining else 1)
             if path in ANSWER_ROUTES and service.admission.full:
                 return service.admission.refusal()

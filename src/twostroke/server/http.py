@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from twostroke.core.version import __version__
 from twostroke.server import embeddings_api, messages_api, protocol, responses_api, tokens_api
+from twostroke.server.admin_api import add_admin_routes
 from twostroke.server.answers import ENCODER, CompletionAnswer, ScoreAnswer, answer_events
 from twostroke.server.batch.batches import Batches
 from twostroke.server.batch.routes import add_batch_routes
@@ -31,8 +32,9 @@ from twostroke.server.tool_answers import chat_answer
 from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
 
 
-def make_app(service: Service, batches: Batches | None = None) -> ASGIApp:
-    """The whole application, ready for an ASGI server. Without ``batches`` it has no routes for files and batches."""
+def make_app(service: Service, batches: Batches | None = None, admin: bool = False) -> ASGIApp:
+    """The whole application, ready for an ASGI server. Without ``batches`` it has no routes for files and batches, without
+    ``admin`` none below ``/admin``."""
     # No docs pages: FastAPI's load scripts from other hosts.
     app = FastAPI(title="Twostroke", version=__version__, docs_url=None, redoc_url=None)
 
@@ -44,8 +46,9 @@ def make_app(service: Service, batches: Batches | None = None) -> ASGIApp:
     @app.get("/ready", responses=errors(503))
     async def ready() -> Response:
         """Whether a request that is sent now would be computed."""
-        state = "ready" if service.ready else "draining" if service.draining else "loading"
-        return _json({"status": state}, 200 if service.ready else 503)
+        others = "draining" if service.draining else "asleep" if service.client.asleep else "loading"
+        state = "ready" if service.ready else others
+        return _json({"status": state}, 200 if service.ready or (service.client.dozes and not service.draining) else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> Response:
@@ -118,7 +121,8 @@ def make_app(service: Service, batches: Batches | None = None) -> ASGIApp:
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
     add_page(app)
     answered = {path: answer_route(path, kind, service.served_names) for path, (_, kind) in kinds.items()}
-    describe(app, answered | {path: adapter_route(kind) for path, (_, kind) in changes.items()})
+    changed = {path: adapter_route(kind) for path, (_, kind) in changes.items()}
+    describe(app, answered | changed | (add_admin_routes(app, service, batches) if admin else {}))
     if batches is not None:
         add_batch_routes(app, service, batches)
 

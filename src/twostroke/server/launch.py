@@ -38,6 +38,11 @@ class ServeSettings:
     adapters: Mapping[str, str] = field(default_factory=dict)  # directories by name
     files_dir: Path | None = None  # of uploaded files and of batches; None: the server keeps neither
     replicas: int = 1
+    admin: bool = False  # whether the routes below /admin are there
+
+    def relaunch(self, number: int, weights: str) -> EngineChild:
+        """Start engine ``number`` with the weights in the directory ``weights``."""
+        return replace(self, directory=Path(weights)).launches()[number]()
 
     def launches(self) -> list[Callable[[], EngineChild]]:
         """For each engine a function that starts it, on its share of the processors if there are several engines. Each has its

@@ -54,6 +54,8 @@ ENGINE_GAUGES: dict[str, tuple[str, str]] = {
         "twostroke_engine_expert_load",
         "Largest load of an expert over its layer's mean load since the engine started; 0 without experts.",
     ),
+    "weight_changes": ("twostroke_weight_changes", "Times that weights were replaced since the engine started."),
+    "weight_pause_s": ("twostroke_weight_pause_seconds", "Time in which the engine computed nothing, at the last one."),
     "draft_tokens": ("twostroke_engine_draft_tokens", "Drafted tokens that steps checked since the engine started."),
     "accepted_draft_tokens": (
         "twostroke_engine_accepted_draft_tokens",

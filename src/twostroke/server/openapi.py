@@ -16,6 +16,7 @@ _MEANINGS = {
     401: "No valid API key.",
     403: "A server on loopback without keys was asked for under a foreign name or by a web page, or one without keys that "
     "others reach was asked to change adapters or to keep files.",
+    409: "Something else is under way that does not go with it.",
     404: "No such model, file, batch or route.",
     408: "The body did not arrive in time, or the answer was not read.",
     413: "The body is over 2 MiB, a file over 200 MB, or the server keeps as many files as it may.",
@@ -95,6 +96,14 @@ def answer_route(path: str, kind: Any, names: Sequence[str]) -> dict[str, Any]:
         "responses": {"200": {"description": "The answer.", "content": answers}}
         | {str(status): refusal for status, refusal in refusals.items()},
     }
+
+
+def admin_route(kind: Any) -> dict[str, Any]:
+    """The operation of a route below ``/admin``, whose body is the msgspec struct ``kind``."""
+    operation = adapter_route(kind)
+    done = {"description": "It is done.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    refusals = {str(status): refusal for status, refusal in errors(409).items()}
+    return operation | {"responses": operation["responses"] | refusals | {"200": done}}
 
 
 def adapter_route(kind: Any) -> dict[str, Any]:

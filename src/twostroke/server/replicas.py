@@ -102,6 +102,8 @@ class Replica(EngineClient):
                 self.known.forget()
                 if self._channel is not None:
                     self._channel.send(wire.WatchBlocks())
+            case wire.WeightsChanged(_, None):
+                self.known.weights = event.key
             case wire.AdapterChanged(_, None, name, key) if key:
                 self.known.adapters[name] = key
         super()._on_event(event)
@@ -210,6 +212,59 @@ class Replicas:
             self._adapters.pop(name, None)
         else:
             self._adapters[name] = directory
+
+    @property
+    def weights(self) -> str | None:
+        return self.replicas[0].weights
+
+    @property
+    def tags(self) -> bool:
+        return any(replica.tags for replica in self.replicas)
+
+    @property
+    def asleep(self) -> int:
+        """The level at which all sleep."""
+        return min(replica.asleep for replica in self.replicas)
+
+    @property
+    def dozes(self) -> bool:
+        return any(replica.dozes for replica in self.replicas)
+
+    async def change_weights(self, directory: str, carry_on: bool) -> wire.WeightsChanged:
+        """As `EngineClient.change_weights`, in one engine after another, while the others serve. If the first refuses, nothing
+        has changed; another that cannot is started anew with them."""
+        if not all(replica.info is not None and replica.takes for replica in self.replicas) and not self.asleep:
+            raise NotReadyError("not all engines are there. Try again when they have loaded.")
+        changed: list[wire.WeightsChanged] = []
+        for i, replica in enumerate(self.replicas):
+            try:
+                changed.append(await replica.change_weights(directory, carry_on))
+            except TwostrokeError as error:
+                if not changed:
+                    raise
+                log.error("engine %d is started anew with the new weights: %s", i, error)
+                replica.weights = directory
+                replica.kill()
+        first = changed[0]
+        pause_s, prepare_s = max(each.pause_s for each in changed), sum(each.prepare_s for each in changed)
+        finishing = sum(each.finishing for each in changed)
+        return msgspec.structs.replace(first, pause_s=pause_s, prepare_s=prepare_s, finishing=finishing)
+
+    async def sleep(self, level: int, wakes: bool) -> wire.Slept:
+        """As `EngineClient.sleep`, of all. If one refuses, none sleeps."""
+        freed = 0
+        try:
+            for replica in self.replicas:
+                freed += (await replica.sleep(level, wakes)).freed_bytes
+        except TwostrokeError:
+            await self.wake()
+            raise
+        return wire.Slept(0, None, freed)
+
+    async def wake(self) -> None:
+        """As `EngineClient.wake`, of all that sleep."""
+        for replica in self.replicas:
+            await replica.wake()
 
     async def stats(self) -> dict[str, float]:
         """The sums of the engines' counters; of an expert's load the largest."""

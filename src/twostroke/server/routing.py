@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
+from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of, root_of_weights
 
 FIRST_TOK_PER_S, FIRST_STEP_S = 1000.0, 0.02
 """Of engines that have computed nothing yet. Engines of one kind are compared, so their order hardly depends on it."""
@@ -66,6 +66,7 @@ class Known:
 
     def __init__(self) -> None:
         self.adapters: dict[str, bytes] = {}
+        self.weights = b""  # the name of its weights in the keys
         self._pages: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -79,12 +80,13 @@ class Known:
         """Another engine has taken its place."""
         self._pages.clear()
         self.adapters.clear()
+        self.weights = b""
 
     def cached_tokens(self, prompt_ids: Sequence[int], page_tokens: int, client: str | None, lora: str | None) -> int:
         """Tokens at the beginning of the prompt whose keys and values are there, in whole pages and without the last token,
         which is always computed. ``client``: whose prefixes are looked for, None for everybody's. Hashes one page more than it
         finds."""
-        root = ROOT if client is None else root_of(client)
+        root = root_of_weights(ROOT if client is None else root_of(client), self.weights)
         if lora is not None:
             if lora not in self.adapters:
                 return 0

@@ -16,6 +16,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -84,7 +85,7 @@ def serve_model(
         record.show_prediction(service.metrics)
         batches = None if store is None else Batches(store, service)
         ended = functools.partial(record.ended, service.served)
-        await run_server(service, listener, settings.grace_s, ready, ended, batches)
+        await run_server(service, listener, settings.grace_s, ready, ended, batches, settings.admin)
         return service.totals
 
     listener_address = listener.getsockname()
@@ -98,9 +99,14 @@ def engines_of(settings: ServeSettings, child: EngineChild) -> Engines:
     """The engine of ``settings``, or the several that they ask for. ``child`` is the first."""
     launches = settings.launches()
     if len(launches) == 1:
-        return EngineClient(launches[0], child, adapters=settings.adapters)
+        one = EngineClient(launches[0], child, adapters=settings.adapters)
+        one.relaunch = partial(settings.relaunch, 0)
+        return one
     engine = settings.engine
-    return Replicas(launches, child, settings.adapters, engine.token_budget, engine.separate_prefixes)
+    several = Replicas(launches, child, settings.adapters, engine.token_budget, engine.separate_prefixes)
+    for i, replica in enumerate(several.replicas):
+        replica.relaunch = partial(settings.relaunch, i)
+    return several
 
 
 def url_of(address: tuple[Any, ...]) -> str:
@@ -132,13 +138,14 @@ async def run_server(
     on_ready: Callable[[wire.Ready], None] | None = None,
     on_end: Callable[[dict[str, float]], None] | None = None,
     batches: Batches | None = None,
+    admin: bool = False,
 ) -> None:
     """Serve until a signal. ``on_end`` gets the engine's last counters. ``batches`` are computed beside. Raises TwostrokeError
     if the model cannot be loaded."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for every malformed request
     connections = Connections(most_connections(service.admission.limit, raise_file_limit()))
     config = uvicorn.Config(
-        make_app(service, batches),
+        make_app(service, batches, admin),
         http=guarded(protocol_base(), connections),
         ws="none",
         loop="asyncio",

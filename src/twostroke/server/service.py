@@ -454,7 +454,7 @@ class Generation:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.model = request.model
         self.created = int(time.time())
-        self.fingerprint = service.fingerprint
+        self._fingerprint = service.fingerprint
         self.says_cached = True  # how much of the prompts was cached, which other requests decide
         self.reasoning: ReasoningFormat | None = None  # how the answers' reasoning and calls are written, if they may have any
         self.call_format: CallFormat | None = None
@@ -518,6 +518,14 @@ class Generation:
                         self.reasons[delta.finish_reason] += 1
                     yield delta
             waiting = [choice for choice in waiting if not choice.finished]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the weights that computed the answers; "+" between those of several, where they were replaced meanwhile."""
+        if not self._service.client.tags:
+            return self._fingerprint
+        found = [each or self._fingerprint for choice in self.choices for each in choice.stream.computed_by]
+        return "+".join(dict.fromkeys(filter(None, found))) or self._fingerprint
 
     @property
     def usage(self) -> responses.Usage:

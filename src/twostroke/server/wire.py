@@ -67,11 +67,27 @@ class WatchBlocks(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
     """Tell this connection which prefixes the cache holds, now and at each change."""
 
 
+class ChangeWeights(msgspec.Struct, tag="weights", forbid_unknown_fields=True):
+    """Compute with the weights in ``directory``. With ``carry_on`` requests under way do so too; without, they finish on the
+    weights they began with."""
+
+    query_id: int
+    directory: str
+    carry_on: bool = False
+
+
+class Sleep(msgspec.Struct, tag="sleep", forbid_unknown_fields=True):
+    """Give the memory of the KV cache back (level 1), of the weights too (2), or take it again (0)."""
+
+    query_id: int
+    level: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", forbid_unknown_fields=True):
     pass
 
 
-Command = Add | Abort | AskStats | ChangeAdapter | WatchBlocks | Shutdown
+Command = Add | Abort | AskStats | ChangeAdapter | ChangeWeights | Sleep | WatchBlocks | Shutdown
 
 
 # Engine → HTTP process.
@@ -87,7 +103,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class TokenDelta(msgspec.Struct, array_like=True):
     """New tokens of answer ``index`` to one request. Its last delta has the ``finish_reason``. ``prompt_logprobs`` come in
     deltas without tokens, before the first token of any answer. ``cached_tokens``: of the prompt, in the first delta of answer
-    0 that has tokens. ``embedding``: a pooled prompt's vector, fp32 numbers, the lowest byte of each first."""
+    0 that has tokens. ``embedding``: a pooled prompt's vector, fp32 numbers, the lowest byte of each first. ``fingerprint``: of
+    the weights that computed the answer from here on, where they are not those before; "+" between several."""
 
     request_id: str
     token_ids: list[int]
@@ -97,6 +114,7 @@ class TokenDelta(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
     embedding: bytes | None = None
+    fingerprint: str | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
@@ -150,6 +168,28 @@ class Blocks(msgspec.Struct, tag="blocks", forbid_unknown_fields=True):
     removed: list[bytes]
 
 
+class WeightsChanged(msgspec.Struct, tag="weights", forbid_unknown_fields=True):
+    """The answer to a ``ChangeWeights``. With an ``error`` nothing has changed. ``prepare_s`` passed beside the engine's steps,
+    ``pause_s`` between two of them. ``finishing`` requests are still computed by the weights before. ``key``: of the weights,
+    in the keys of their pages."""
+
+    query_id: int
+    error: str | None = None
+    fingerprint: str = ""
+    prepare_s: float = 0.0
+    pause_s: float = 0.0
+    finishing: int = 0
+    key: bytes = b""
+
+
+class Slept(msgspec.Struct, tag="slept", forbid_unknown_fields=True):
+    """The answer to a ``Sleep``. With an ``error`` nothing has changed. ``freed_bytes`` of memory were given back."""
+
+    query_id: int
+    error: str | None = None
+    freed_bytes: int = 0
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
     """A thread of its own sends one every second. ``busy_s``: for how long the engine's loop has been in its present turn."""
 
@@ -157,7 +197,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", forbid_unknown_fields=True):
     busy_s: float
 
 
-Event = Ready | Tokens | Failed | StatsReport | AdapterChanged | Blocks | Heartbeat
+Event = Ready | Tokens | Failed | StatsReport | AdapterChanged | WeightsChanged | Slept | Blocks | Heartbeat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _COMMANDS = msgspec.msgpack.Decoder(Command)

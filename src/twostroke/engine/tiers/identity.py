@@ -23,13 +23,18 @@ from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
 _MAX_FILES = 64
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """``config.json`` and the weight files of ``directory``."""
+    return [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+
+
 def weights_digest(directory: Path) -> str:
     """sha256 over ``config.json`` and the weight files of ``directory``, hexadecimal. Raises OSError.
 
     Hashing takes half a second a GB, so the digest of files that have not changed since (by inode, size and times) is taken
     from ``$TWOSTROKE_HOME/digests``.
     """
-    files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+    files = weight_files(directory)
     name = hashlib.sha256("\0".join(states_of_files(files)).encode(errors="surrogateescape")).hexdigest()[:32]
     with contextlib.suppress(OSError, ConfigError), private_folder(digests_dir()) as folder, folder.read(name) as stream:
         known = stream.read(65).decode(errors="replace")

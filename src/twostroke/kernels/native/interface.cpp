@@ -68,6 +68,8 @@ int ts_choose(uint64_t features, int wanted) { return choose(features, wanted); 
 
 int ts_threads() { return Pool::shared().threads(); }
 void ts_set_threads(int n_threads) { Pool::shared().resize(n_threads); }
+// Of the calling thread: whether what follows "on all threads" is computed by it alone.
+void ts_run_alone(int alone) { Pool::run_alone(alone != 0); }
 
 // Thread i of every region runs on processors[i]; n 0: where the system likes.
 void ts_pin_threads(const int32_t* processors, int n) {

@@ -65,6 +65,7 @@ bool spin_longer(const Word& word, uint32_t value, double seconds) {
 
 thread_local int this_thread = 0;  // its number in the region that it runs
 thread_local Clock::time_point last_move{};
+thread_local bool runs_alone = false;
 
 // While it lives, the calling thread runs on one processor, unless the system refuses.
 class Pinned {
@@ -118,6 +119,8 @@ Pool& Pool::shared() {
     (void)registered;
     return *pool;
 }
+
+void Pool::run_alone(bool alone) { runs_alone = alone; }
 
 Pool::~Pool() { stop(); }
 
@@ -251,6 +254,10 @@ void Pool::work(int thread, uint32_t seen) {
 }
 
 void Pool::run_raw(Function function, void* argument) {
+    if (runs_alone) {
+        function(argument, 0, 1);
+        return;
+    }
     std::lock_guard<std::mutex> lock(region_);
     if (n_threads_ > 1 && workers_.empty()) start();
     if (n_threads_ == 1) {
@@ -271,7 +278,7 @@ void Pool::run_raw(Function function, void* argument) {
 }
 
 void Pool::barrier() {
-    if (n_threads_ == 1) return;
+    if (n_threads_ == 1 || runs_alone) return;
     note_processor();
     const uint32_t phase = phase_.value.load(std::memory_order_relaxed);
     if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(n_threads_)) {

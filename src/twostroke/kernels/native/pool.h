@@ -40,6 +40,10 @@ public:
 
     static Pool& shared();  // the process's pool; two threads, or one on a single processor, until resized
 
+    // Whether the calling thread runs its regions by itself, without the pool's threads and without waiting for other
+    // callers: work behind an engine's steps must not hold them up.
+    static void run_alone(bool alone);
+
     // As many as were asked for, or as could be started where the system refused some (a container's limit of
     // processes): that many until another number is asked for.
     int threads() const { return n_threads_; }
