@@ -133,6 +133,20 @@ def test_weights_are_replaced_one_after_another(web: httpx.Client, tmp_path: Pat
     assert answer(web)["system_fingerprint"] == name
 
 
+def test_several_engines_take_new_weights_one_after_another_and_sleep_together(echo_model: Path, tmp_path: Path) -> None:
+    path, name = made(tmp_path)
+    with echo_server(echo_model, tmp_path, ["--admin", "--replicas", "2"]) as served:
+        with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as web:
+            changed = web.post(WEIGHTS, json={"path": path})
+            assert (changed.status_code, changed.json()["fingerprint"]) == (200, name)
+            assert [answer(web, first=first)["system_fingerprint"] for first in range(5, 11)] == [name] * 6
+            assert web.post(WEIGHTS, json={"path": "/nowhere"}).status_code == 400
+            assert web.post("/admin/sleep", json={"level": 2}).json()["freed_bytes"] == 4000
+            assert web.post("/v1/completions", json=body()).status_code == 503
+            assert web.post("/admin/wake", json={}).status_code == 200
+            assert [answer(web, first=first)["system_fingerprint"] for first in range(5, 11)] == [name] * 6
+
+
 def test_there_are_no_such_routes_without_the_option(echo: Served) -> None:
     with httpx.Client(base_url=echo.url, timeout=30, trust_env=False) as web:
         assert web.post(WEIGHTS, json={"path": "/"}).status_code == 404
