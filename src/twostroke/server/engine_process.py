@@ -452,7 +452,9 @@ class EngineServer:
         elif failed is not None:
             changing.connection.send(wire.WeightsChanged(command.query_id, failed))
         else:
-            changing.connection.send(wire.WeightsChanged(command.query_id, None, *made, key=self._engine.weights_key))
+            answer = wire.WeightsChanged(command.query_id, None, *made)
+            answer.key = self._engine.weights_key
+            changing.connection.send(answer)
 
     def _prepare(self, connection: Connection, command: wire.Add) -> None:
         """Compile the request's constraint in a thread, beside steps: some take a second."""
