@@ -16,7 +16,7 @@ from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
-from twostroke.server.launch import ServeSettings, bind
+from twostroke.server.launch import CaptureSettings, ServeSettings, bind
 from twostroke.server.run import Started, serve_model
 
 
@@ -37,6 +37,10 @@ def main() -> int:
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--files-dir", type=Path)
     parser.add_argument("--admin", action="store_true")
+    parser.add_argument("--capture", type=Path)
+    parser.add_argument("--capture-bytes", type=int, default=2**20)
+    parser.add_argument("--redact", type=Path)
+    parser.add_argument("--redact-command")
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
@@ -61,6 +65,7 @@ def main() -> int:
         files_dir=args.files_dir,
         replicas=args.replicas,
         admin=args.admin,
+        capture=args.capture and CaptureSettings(args.capture, args.capture_bytes, args.redact, args.redact_command),
         extra=tuple(args.engine),
     )
     listener = bind(args.host, 0)

@@ -30,6 +30,24 @@ def data() -> None:
 
 
 @app.command()
+def rated(
+    folder: Path = typer.Argument(help="Folder of `serve --capture`."),
+    out: Path = typer.Argument(help="The .jsonl file to write."),
+    least: float = typer.Option(None, help="Keep answers rated at least so, from -1 to 1. Default: all, rated or not."),
+    as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
+) -> None:
+    """Choose captured chats by their ratings, without those that a later one repeats. Train on it with layout="messages"."""
+    from twostroke.data.captured import choose_rated
+
+    chosen = choose_rated(folder, out, least)
+    text = (
+        f"{out}: {chosen.written} of {chosen.read} chats ({chosen.unrated} unrated, {chosen.rated_lower} rated lower, "
+        f"{chosen.continued} continued by a later one)"
+    )
+    emit(chosen, text, as_json)
+
+
+@app.command()
 def prepare(
     sources: list[str] = typer.Argument(help=_FORMATS),
     layout: str = typer.Option(

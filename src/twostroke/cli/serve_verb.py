@@ -40,6 +40,14 @@ def serve(
     replicas: int = typer.Option(
         1, min=1, help="Engines, each with its share of the processors and a cache of its own. Engine options are of each."
     ),
+    capture: Path | None = typer.Option(
+        None, help="Keep chats in this folder for training; with --api-key-file those of keys with capture=yes alone."
+    ),
+    capture_gib: float = typer.Option(1.0, min=0.001, max=100000, help="Largest size of them; the oldest make room."),
+    redact: Path | None = typer.Option(None, help="With --capture: file of regular expressions; what they match is not kept."),
+    redact_command: str | None = typer.Option(
+        None, help="With --capture: program that reads a chat as a line of JSON, and answers with what to keep, or null."
+    ),
     admin: bool = typer.Option(False, help="Have the routes below /admin, with which holders of a key replace the weights."),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
@@ -49,7 +57,7 @@ def serve(
     import logging
 
     from twostroke.core.families import read_spec
-    from twostroke.server.launch import ServeSettings, bind, is_loopback, shares
+    from twostroke.server.launch import CaptureSettings, ServeSettings, bind, is_loopback, shares
 
     directory = opened_model(model)
     read_spec(directory).require_buildable()  # before anything starts, so that an unusable config.json is told at once
@@ -67,6 +75,10 @@ def serve(
     settings = ServeSettings(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
     )
+    if capture is not None:
+        settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
+    elif redact is not None or redact_command is not None:
+        raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
     listener = bind(host, port)
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
     child = settings.launches()[0]()

@@ -23,8 +23,18 @@ INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
 """Limits of all bodies that are arriving, and of all whole answers that are not read yet."""
 
 
+_CONSENT = " capture=yes"
+"""Behind a key: its holder's chats may be captured (``serve --capture``)."""
+
+
 def read_keys(path: Path) -> list[str]:
-    """The keys of a key file: one a line; blank lines and lines starting with # are skipped. Raises ConfigError."""
+    """The keys alone."""
+    return [line.removesuffix(_CONSENT).rstrip() for line in read_key_lines(path)]
+
+
+def read_key_lines(path: Path) -> list[str]:
+    """The lines of a key file: a key each, with ``capture=yes`` behind it where its holder has consented to that; blank lines
+    and lines starting with # are skipped. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_FILE_BYTES + 1)
@@ -46,12 +56,19 @@ class ApiKeys:
     """The keys of a key file, held as SHA-256 digests: never in a log, and compared in constant time."""
 
     def __init__(self, keys: list[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        held = [key.removesuffix(_CONSENT).rstrip() for key in keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in held]
+        consenting = [digest.hex()[:16] for key, digest in zip(keys, self._digests, strict=True) if key.endswith(_CONSENT)]
+        self._consenting = frozenset(consenting)
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Those of ``read_keys``. Raises ConfigError."""
-        return cls(read_keys(path))
+        """Those of ``read_key_lines``. Raises ConfigError."""
+        return cls(read_key_lines(path))
+
+    def captures(self, owner: str) -> bool:
+        """Whether the holder whose key ``name`` calls ``owner`` has consented to the capture of chats."""
+        return owner in self._consenting
 
     @staticmethod
     def name(authorization: bytes | None) -> str:

@@ -45,7 +45,7 @@ ADMIN_ROUTES = frozenset({"/admin/weights", "/admin/sleep", "/admin/wake"})
 FILES, BATCHES = "/v1/files", "/v1/batches"
 """Routes that write to the server's disk, with those below them: for the same callers."""
 CHANGE_ROUTES = ADAPTER_ROUTES | ADMIN_ROUTES
-ROUTES = ANSWER_ROUTES | CHANGE_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics", FILES, BATCHES}
+ROUTES = ANSWER_ROUTES | CHANGE_ROUTES | OPEN_ROUTES | {"/v1/models", "/metrics", "/v1/feedback", FILES, BATCHES}
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 """A client's own request id is repeated to it if it is short and plain, because it is written into a header."""
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from twostroke.core.version import __version__
-from twostroke.server import embeddings_api, messages_api, protocol, responses_api, tokens_api
+from twostroke.server import embeddings_api, feedback_api, messages_api, protocol, responses_api, tokens_api
 from twostroke.server.admin_api import add_admin_routes
 from twostroke.server.answers import ENCODER, CompletionAnswer, ScoreAnswer, answer_events
 from twostroke.server.batch.batches import Batches
@@ -25,7 +25,7 @@ from twostroke.server.batch.routes import add_batch_routes
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import Gate
-from twostroke.server.openapi import adapter_route, answer_route, describe, errors
+from twostroke.server.openapi import adapter_route, admin_route, answer_route, describe, errors
 from twostroke.server.page import add_page
 from twostroke.server.service import Service
 from twostroke.server.tool_answers import chat_answer
@@ -119,9 +119,13 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
     }
     for path, (route, _) in changes.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
+    if service.capture is not None:
+        app.add_route("/v1/feedback", partial(feedback_api.feedback, service), methods=["POST"], include_in_schema=False)
     add_page(app)
     answered = {path: answer_route(path, kind, service.served_names) for path, (_, kind) in kinds.items()}
     changed = {path: adapter_route(kind) for path, (_, kind) in changes.items()}
+    if service.capture is not None:
+        changed["/v1/feedback"] = admin_route(feedback_api.Feedback)
     describe(app, answered | changed | (add_admin_routes(app, service, batches) if admin else {}))
     if batches is not None:
         add_batch_routes(app, service, batches)

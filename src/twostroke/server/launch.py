@@ -26,6 +26,17 @@ _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closi
 
 
 @dataclass(frozen=True)
+class CaptureSettings:
+    """The folder in which chats are kept, ``most_bytes`` of them, without what the regular expressions in the file ``redact``
+    match and what the program ``command`` leaves out."""
+
+    folder: Path
+    most_bytes: int
+    redact: Path | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True)
 class ServeSettings:
     """One server: a model, the engine's settings, and what the HTTP side adds. Clients call the model by one of ``names``."""
 
@@ -39,6 +50,7 @@ class ServeSettings:
     files_dir: Path | None = None  # of uploaded files and of batches; None: the server keeps neither
     replicas: int = 1
     admin: bool = False  # whether the routes below /admin are there
+    capture: CaptureSettings | None = None
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

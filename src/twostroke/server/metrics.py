@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -87,6 +88,15 @@ REPLICA_GAUGES: dict[str, tuple[str, str]] = {
 """What is shown of each engine, labelled ``replica``. Load balancers before several servers read the first four."""
 
 
+CAPTURE_COUNTS: dict[str, tuple[str, str]] = {
+    "written": ("twostroke_captured_chats", "Chats that were captured since the start."),
+    "withheld": ("twostroke_captured_chats_withheld", "Chats of which the redaction left nothing."),
+    "dropped": ("twostroke_captured_chats_dropped", "Chats and ratings that could not be written, or came too fast."),
+    "rated": ("twostroke_captured_ratings", "Ratings that were captured since the start."),
+}
+"""Fields of ``capture.Counts``, with metric name and meaning."""
+
+
 class Metrics:
     """The metrics of one server, in a registry of its own: two servers in a process (as in tests) share no counts."""
 
@@ -127,6 +137,11 @@ class Metrics:
         """Show predicted ``latencies``, in seconds by their names (``ttft``), of requests of so many tokens."""
         for name, seconds in latencies.items():
             self._predicted.labels(name, str(prompt_tokens), str(output_tokens)).set(seconds)
+
+    def follow_capture(self, counts: object) -> None:
+        """Show ``capture.Counts`` as they are when they are asked for."""
+        for field, (name, text) in CAPTURE_COUNTS.items():
+            Gauge(name, text, registry=self._registry).set_function(partial(getattr, counts, field))
 
     def show_engines(self, engines: Engines) -> None:
         """Show each engine by its number, and the adapters of the requests that they have."""

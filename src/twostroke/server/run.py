@@ -26,6 +26,7 @@ from twostroke.server import wire
 from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission, ApiKeys
 from twostroke.server.batch.batches import Batches
 from twostroke.server.batch.store import opened_store
+from twostroke.server.capture import Capture
 from twostroke.server.connections import (
     BACKLOG,
     UNSENT_BYTES,
@@ -38,8 +39,9 @@ from twostroke.server.connections import (
 )
 from twostroke.server.engine_client import EngineClient, Engines
 from twostroke.server.http import make_app
-from twostroke.server.launch import EngineChild, ServeSettings, is_loopback, process_age_s
+from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings, is_loopback, process_age_s
 from twostroke.server.record import ServeRecord
+from twostroke.server.redaction import Redaction, read_patterns
 from twostroke.server.replicas import Replicas
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
@@ -69,6 +71,7 @@ def serve_model(
     Raises InputError for a model or key file that cannot be used, and EngineError if the engine does not start.
     """
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
+    capture = None if settings.capture is None else opened_capture(settings.capture)
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
     record = ServeRecord(settings.directory, replace(settings.engine, replicas=settings.replicas), settings.adapters)
@@ -82,6 +85,9 @@ def serve_model(
         client = engines_of(settings, child)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
+        service.capture = capture
+        if capture is not None:
+            service.metrics.follow_capture(capture.counts)
         record.show_prediction(service.metrics)
         batches = None if store is None else Batches(store, service)
         ended = functools.partial(record.ended, service.served)
@@ -90,9 +96,19 @@ def serve_model(
 
     listener_address = listener.getsockname()
     with opened_store(settings.files_dir) as store, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        totals = runner.run(run())
+        try:
+            totals = runner.run(run())
+        finally:
+            if capture is not None:
+                capture.close()
     record.stopped(totals)
     return totals
+
+
+def opened_capture(settings: CaptureSettings) -> Capture:
+    """Raises ConfigError for a folder, a file or a program that cannot be used."""
+    patterns = [] if settings.redact is None else read_patterns(settings.redact)
+    return Capture(settings.folder, Redaction(patterns, settings.command), settings.most_bytes)
 
 
 def engines_of(settings: ServeSettings, child: EngineChild) -> Engines:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -33,6 +33,9 @@ from twostroke.server.text import ModelText, tokenizer_failed
 from twostroke.server.tool_calls import CallFormat
 from twostroke.server.tools import AskedTools, tools_of
 from twostroke.server.turns import LoopTurns, Turns
+
+if TYPE_CHECKING:
+    from twostroke.server.capture import Capture
 
 R = TypeVar("R", bound=Struct)
 
@@ -68,6 +71,15 @@ class Prompt:
     text: str = ""
     offsets: list[int] = field(default_factory=list)
     first: int = 1
+
+
+@dataclass
+class Kept:
+    """A chat that is captured: its messages and tools, as the template got them, and the text of its answers so far."""
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    deltas: list[TextDelta] = field(default_factory=list)
 
 
 @dataclass
@@ -156,6 +168,7 @@ class Service:
     building: LoopTurns = field(default_factory=lambda: LoopTurns(1))  # one piece of a large answer a turn of the loop
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
+    capture: Capture | None = None  # of chats
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     forms: Forms = field(default_factory=Forms)
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
@@ -207,6 +220,10 @@ class Service:
             await self.client.change_adapter(name, None)
         except TwostrokeError as error:
             raise api_error(error) from None
+
+    def may_capture(self, client: str) -> bool:
+        """Whether chats of ``client`` may be captured: with keys, those whose holder has consented (``capture=yes``)."""
+        return self.keys is None or self.keys.captures(client)
 
     def client_name(self, authorization: bytes | None, host: str) -> str:
         """The client under whose name a request queues: its key's if there are keys, else its address."""
@@ -284,6 +301,9 @@ class Service:
             if generation.reasoning is not None and self.text.special_id(generation.reasoning.end) is not None:
                 params = replace(params, skip_special_tokens=False)
             _require_few(_scores_of(ids, params, False, bool(request.stream)))
+            if self.capture is not None and self.may_capture(client) and asked != 0:
+                shown = None if tools is None else tools.variables.get("tools")
+                generation.kept = Kept([m.for_template() for m in request.messages], shown)
             generation.submit(Prompt(ids), params, silent=asked == 0)
         except BaseException:
             generation.close()
@@ -467,7 +487,8 @@ class Generation:
         self._n_choices = n_prompts * n
         self.n_places = n_places
         self._started = started
-        self._client = client
+        self.client = client
+        self.kept: Kept | None = None
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
         self._lora = None if request.model in service.names else request.model
@@ -493,7 +514,7 @@ class Generation:
             raise tokenizer_failed(error) from None
         try:
             streams = service.client.submit(
-                prompt.ids, params, self._wake, self._priority, self._client, left_s, self._whole, self._lora
+                prompt.ids, params, self._wake, self._priority, self.client, left_s, self._whole, self._lora
             )
         except TwostrokeError as error:
             raise api_error(error) from None
@@ -516,6 +537,8 @@ class Generation:
                         self._first = choice.stream.first_s or time.perf_counter()
                     if delta.finish_reason is not None:
                         self.reasons[delta.finish_reason] += 1
+                    if self.kept is not None:
+                        self.kept.deltas.append(delta)
                     yield delta
             waiting = [choice for choice in waiting if not choice.finished]
 
@@ -555,6 +578,8 @@ class Generation:
         totals["prompt_tokens"] += usage.prompt_tokens
         totals["output_tokens"] += usage.completion_tokens
         if complete:
+            if self.kept is not None and self._service.capture is not None:
+                self._service.capture.keep(self, self.kept.messages, self.kept.tools, self.kept.deltas)
             self._took_s = ended - self._started
             for choice in self.choices:
                 metrics.observe(self._started, self._first, ended, choice.n_output)

@@ -81,19 +81,24 @@ class ReadAnswer(ChatAnswer):
         return made, finish_of(reader, delta.finish_reason)
 
     def _message(self, deltas: Sequence[TextDelta]) -> tuple[responses.ChatMessage, str | None]:
-        reader = AnswerReader(self.generation)
-        reasoning, found = _parts(reader.all(deltas))
-        calls = dict[int, responses.ToolCall]()
-        for call in found.calls:
-            if call.id is not None:
-                calls[call.index] = responses.ToolCall(call.id, responses.CalledFunction("", call.name))
-            calls[call.index].function.arguments += call.arguments
-        message = responses.ChatMessage((found.content or None) if calls else found.content)
-        if calls:
-            message.tool_calls = list(calls.values())
-        if self.generation.reasoning is not None:
-            message.reasoning_content = reasoning or None
-        return message, finish_of(reader, deltas[-1].finish_reason)
+        return read_message(self.generation, deltas)
+
+
+def read_message(generation: Generation, deltas: Sequence[TextDelta]) -> tuple[responses.ChatMessage, str | None]:
+    """The whole message that ``deltas`` make up, and its finish reason."""
+    reader = AnswerReader(generation)
+    reasoning, found = _parts(reader.all(deltas))
+    calls = dict[int, responses.ToolCall]()
+    for call in found.calls:
+        if call.id is not None:
+            calls[call.index] = responses.ToolCall(call.id, responses.CalledFunction("", call.name))
+        calls[call.index].function.arguments += call.arguments
+    message = responses.ChatMessage((found.content or None) if calls else found.content)
+    if calls:
+        message.tool_calls = list(calls.values())
+    if generation.reasoning is not None:
+        message.reasoning_content = reasoning or None
+    return message, finish_of(reader, deltas[-1].finish_reason)
 
 
 def _parts(pieces: Sequence[Piece]) -> tuple[str, Found]:

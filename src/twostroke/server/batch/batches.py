@@ -114,7 +114,7 @@ def behind(service: Service) -> Service:
     in the metrics of their latencies."""
     totals: dict[str, float] = dict.fromkeys(service.totals, 0)
     own = Admission(service.admission.limit)
-    return replace(service, admission=own, metrics=Metrics(), served=Served(), totals=totals)
+    return replace(service, admission=own, metrics=Metrics(), served=Served(), totals=totals, capture=None)
 
 
 class Batches:
