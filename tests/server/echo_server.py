@@ -16,6 +16,7 @@ from pathlib import Path
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
+from twostroke.server.json_logs import log_as_json
 from twostroke.server.launch import CaptureSettings, ServeSettings, bind
 from twostroke.server.run import Started, serve_model
 
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--files-dir", type=Path)
     parser.add_argument("--admin", action="store_true")
     parser.add_argument("--capture", type=Path)
+    parser.add_argument("--log-json", action="store_true")
     parser.add_argument("--capture-bytes", type=int, default=2**20)
     parser.add_argument("--redact", type=Path)
     parser.add_argument("--redact-command")
@@ -54,7 +56,10 @@ def main() -> int:
         place = importlib.import_module(f"twostroke.server.{module}")
         assert hasattr(place, constant), name
         setattr(place, constant, json.loads(value))
-    logging.basicConfig(level=logging.INFO)
+    if args.log_json:
+        log_as_json()
+    else:
+        logging.basicConfig(level=logging.INFO)
     settings = EchoSettings(
         Path(args.model),
         EngineSettings(),
@@ -65,6 +70,7 @@ def main() -> int:
         files_dir=args.files_dir,
         replicas=args.replicas,
         admin=args.admin,
+        log_requests=args.log_json,
         capture=args.capture and CaptureSettings(args.capture, args.capture_bytes, args.redact, args.redact_command),
         extra=tuple(args.engine),
     )

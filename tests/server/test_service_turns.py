@@ -26,7 +26,7 @@ from twostroke.server.text import ModelText
 class RecordingClient:
     """Takes requests and never answers."""
 
-    ready = True
+    ready, tags = True, False
     info = SimpleNamespace(max_model_len=4096, fingerprint="f")
 
     def __init__(self) -> None:

@@ -48,6 +48,7 @@ def serve(
     redact_command: str | None = typer.Option(
         None, help="With --capture: program that reads a chat as a line of JSON, and answers with what to keep, or null."
     ),
+    log_json: bool = typer.Option(False, help="Log lines of JSON, and one for each request, without prompts and keys."),
     admin: bool = typer.Option(False, help="Have the routes below /admin, with which holders of a key replace the weights."),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
@@ -75,6 +76,7 @@ def serve(
     settings = ServeSettings(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
     )
+    settings = replace(settings, log_requests=log_json)
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
@@ -83,9 +85,13 @@ def serve(
     # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
     child = settings.launches()[0]()
     try:
+        from twostroke.server.json_logs import log_as_json
         from twostroke.server.run import Started, serve_model
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        if log_json:
+            log_as_json()
+        else:
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
         def announce(started: Started) -> None:
             ready = started.engine

@@ -25,6 +25,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.private_folder import PrivateFolder, private_folder
 from twostroke.data.captured import CONVERSATIONS, RATINGS
 from twostroke.server.redaction import Redaction
+from twostroke.server.responses import CalledFunction
 from twostroke.server.service import Generation, TextDelta
 from twostroke.server.tool_answers import read_message
 
@@ -47,6 +48,14 @@ class Counts:
     dropped: int = 0
     withheld: int = 0
     rated: int = 0
+
+
+def _called(function: CalledFunction) -> dict[str, Any]:
+    """As a chat template gets it: the arguments as an object, where they are one."""
+    arguments: Any = function.arguments
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments)
+    return {"name": function.name, "arguments": arguments}
 
 
 @dataclass(frozen=True)
@@ -96,12 +105,10 @@ class Capture:
         self._know(generation.id, generation.client, len(by_choice))
         for index, mine in by_choice.items():
             message, finish = read_message(generation, mine)
-            answer = {"role": "assistant", "content": message.content or ""}
-            if message.tool_calls:
-                calls = [(call.id, call.function) for call in message.tool_calls]
+            answer: dict[str, Any] = {"role": "assistant", "content": message.content or ""}
+            if isinstance(message.tool_calls, list):
                 answer["tool_calls"] = [
-                    {"id": name, "type": "function", "function": {"name": called.name, "arguments": called.arguments}}
-                    for name, called in calls
+                    {"id": call.id, "type": "function", "function": _called(call.function)} for call in message.tool_calls
                 ]
             if isinstance(message.reasoning_content, str):
                 answer["reasoning_content"] = message.reasoning_content

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -70,12 +71,27 @@ class Gate:
         if not _SANE_ID.fullmatch(request_id):
             request_id = b"req-" + secrets.token_hex(12).encode()
 
+        began, status = time.perf_counter(), 0
+
         async def marked_send(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        try:
+            await self._checked(scope, receive, marked_send, route, headers)
+        finally:
+            if self._service.log_requests:
+                fields = {"request_id": request_id.decode(), "method": scope["method"], "route": route, "status": status}
+                log.info("request", extra={"fields": fields | {"seconds": round(time.perf_counter() - began, 6)}})
+
+    async def _checked(
+        self, scope: Scope, receive: Receive, marked_send: Send, route: str, headers: dict[bytes, bytes]
+    ) -> None:
+        path = scope["path"]
         refusal = self._refusal(scope["method"], path, headers)
         if refusal is not None:
             await _send_error(marked_send, refusal, path)

@@ -51,6 +51,7 @@ class ServeSettings:
     replicas: int = 1
     admin: bool = False  # whether the routes below /admin are there
     capture: CaptureSettings | None = None
+    log_requests: bool = False
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

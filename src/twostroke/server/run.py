@@ -85,7 +85,7 @@ def serve_model(
         client = engines_of(settings, child)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
-        service.capture = capture
+        service.capture, service.log_requests = capture, settings.log_requests
         if capture is not None:
             service.metrics.follow_capture(capture.counts)
         record.show_prediction(service.metrics)

@@ -169,6 +169,7 @@ class Service:
     loop_turns: LoopTurns = field(default_factory=LoopTurns)
     served: Served = field(default_factory=Served)
     capture: Capture | None = None  # of chats
+    log_requests: bool = False  # a line for each
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     forms: Forms = field(default_factory=Forms)
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
