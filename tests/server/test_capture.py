@@ -282,5 +282,5 @@ def test_a_chat_that_a_later_one_continues_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1 is not valid JSON"):
         choose_rated(folder, tmp_path / "other.jsonl", None)
     assert not (tmp_path / "other.jsonl").exists()
-    with pytest.raises(DataError, match="holds no conversations"):
+    with pytest.raises(DataError, match="holds no captured conversations"):
         choose_rated(tmp_path, tmp_path / "other.jsonl", None)
