@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 from cases import SHAPES
 from models import write_model
 from servers import CONTEXT, ROOT, VARIANTS, Model, Server, machine, server
-from summary import write_summary
+from tables import write_summary
 
 from twostroke.bench.definitions import LoadSummary
 from twostroke.bench.load import LoadResult, run_load
@@ -145,8 +145,12 @@ class Benchmark:
                 continue
             for chosen in servers:
                 if self.in_time():
+                    before = (*chosen.cpu_s(), time.process_time())
                     result = self.load(chosen, users=users, n_requests=n, seed=self.round)
-                    self.record("throughput", chosen.engine, chosen.variant, {"users": users, **values_of(result)})
+                    names = ("cpu_front_s", "cpu_rest_s", "cpu_client_s")
+                    spent = zip(names, (*chosen.cpu_s(), time.process_time()), before, strict=True)
+                    cpu = {name: now - then for name, now, then in spent}
+                    self.record("throughput", chosen.engine, chosen.variant, {"users": users, **values_of(result), **cpu})
                 own = offline.get(chosen.variant) if chosen.engine == "twostroke" else None
                 if own is not None and self.in_time():
                     fields = {"users": users, "n_requests": n, "seed": self.round, "warmup_requests": 1, **LENGTHS}

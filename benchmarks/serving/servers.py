@@ -85,6 +85,20 @@ class Server:
         self.stop()
         raise RuntimeError((self.folder / "log").read_text(encoding="utf-8", errors="replace")[-1500:])
 
+    def cpu_s(self) -> tuple[float, float]:
+        """Seconds of processor time so far: of the process that was started, which has the HTTP side, and of its others."""
+        front = rest = 0.0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                pid, _, fields = stat.read_text().rpartition(")")
+            except OSError:  # it has ended
+                continue
+            words = fields.split()
+            if self.process is not None and int(words[2]) == self.process.pid:
+                seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+                front, rest = (front + seconds, rest) if int(pid.split()[0]) == self.process.pid else (front, rest + seconds)
+        return front, rest
+
     def pause(self) -> None:
         self._send(signal.SIGSTOP)
 

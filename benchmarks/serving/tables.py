@@ -49,7 +49,9 @@ def _kinds(rows: Rows) -> list[tuple[str, str]]:
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{1e3 * value:.3g} ms"
+    if value is None:
+        return "–"
+    return f"{1e3 * value:,.0f} ms" if value >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
 def _number(value: float | None, form: str = ".1f") -> str:
