@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 import machines
@@ -44,6 +45,14 @@ def test_a_model_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[st
     code, error = refused(capsys, str(tmp_path / "nowhere"))
     assert code == 2
     assert "does not exist" in error
+
+
+def test_more_engines_than_processors_are_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    for n in (len(os.sched_getaffinity(0)) + 1, 10**9):
+        code, error = refused(capsys, str(model), "--replicas", str(n))
+        assert code == 2
+        assert f"--replicas={n} must not be more than the processors" in error
+    assert refused(capsys, str(model), "--replicas", "0")[0] == 2
 
 
 def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -126,6 +135,41 @@ def test_it_says_when_it_is_ready_records_what_it_measured_and_exits_0(model: Pa
     assert run.measurement["weights_bytes"] > 0
     assert run.measurement["kv_cache_bytes"] > 0
     assert run.measurement["served_requests"] == 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two processors")
+def test_two_engines_answer_as_one_each_on_processors_of_its_own(model: Path, twostroke_home: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--replicas", "2", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(SOURCE)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        document = ""
+        while not document.rstrip().endswith("}"):
+            document += process.stdout.readline()
+        said = json.loads(document)
+        assert said["replicas"] == 2
+        children = [p for p in psutil.Process(process.pid).children() if "twostroke.server.engine_process" in p.cmdline()]
+        first, second = (set(child.cpu_affinity()) for child in children)
+        assert not first & second
+        assert first | second == os.sched_getaffinity(0)
+        body = {"model": said["model"], "prompt": list(range(1, 40)), "max_tokens": 8, "temperature": 0}
+        with httpx.Client(base_url=said["url"], trust_env=False, timeout=60) as web:
+            texts = [web.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(3)]
+            shown = web.get("/metrics").text
+        assert texts == texts[:1] * 3
+        assert 'twostroke_replica_up{replica="1"} 1.0' in shown
+        hits = float(re.search(rf"^{HITS} (\S+)$", shown, re.MULTILINE)[1])  # type: ignore[index]
+        known = sum(map(float, re.findall(r"^twostroke_replica_prompt_tokens_known\{\S+ (\S+)$", shown, re.MULTILINE)))
+        assert hits >= known >= 64, "it went where its 32 tokens were known"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "no prediction: plans know one engine" in errors
+    finally:
+        process.kill()
+        process.wait()
 
 
 def ask(url: str, prompt: list[int], n_tokens: int) -> None:

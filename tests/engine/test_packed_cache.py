@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import random
@@ -63,6 +64,65 @@ def test_the_second_start_reads_what_the_first_packed_and_says_the_same(model: P
     assert (first[0], second[0]) == (False, True)
     assert first[1] == second[1]
     assert model_bytes(model) == size  # what is kept for a faster start is not the model
+
+
+def mapped_files() -> list[str]:
+    """Packed files that this process maps, ended ones included."""
+    return [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/packed/" in line]
+
+
+def sharing(directory: Path, dtype: str = "int8") -> EngineCore:
+    return EngineCore(directory, EngineSettings(dtype=dtype, n_threads=1, runner="native", replicas=2))
+
+
+def said(core: EngineCore) -> list[int]:
+    core.add_request("a", [5, 9, 3, 7], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    tokens: list[int] = []
+    while core.has_work:
+        for event in core.step():
+            tokens += event.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_engines_that_share_map_one_file_and_say_the_same(model: Path, dtype: str) -> None:
+    first, second = sharing(model, dtype), sharing(model, dtype)
+    assert (first.loaded_packed, second.loaded_packed) == (False, True)
+    (file,) = packed_dir().glob("*.bin")
+    assert mapped_files().count(str(file)) == 2, "the first, which packed, has given up its own"
+    file.unlink()  # as room is made for others
+    third = answer(model, dtype)  # holds its own
+    assert said(first) == said(second) == third[1]
+    del first, second
+    gc.collect()
+    assert not mapped_files(), "a mapping ends with its engine"
+
+
+def test_an_engine_that_shares_notices_a_damaged_file_and_mends_it(model: Path) -> None:
+    expected = said(sharing(model))
+    (file,) = packed_dir().glob("*.bin")
+    data = bytearray(file.read_bytes())
+    data[-70] ^= 1  # in the last matrix: those before it are mapped already
+    file.write_bytes(data)
+    core = sharing(model)
+    assert not core.loaded_packed
+    assert said(core) == expected
+    assert sharing(model).loaded_packed
+
+
+def test_an_engine_that_shares_does_without_a_file_that_cannot_be_written(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_cache, "_make_room", lambda *_: False)
+    core = sharing(model)
+    assert said(core) == answer(model)[1]
+    assert not mapped_files()
+
+
+def test_caches_of_engines_that_share_are_together_as_large_as_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.engine.core.available_bytes", lambda: 2**24)
+    alone = EngineCore(model, EngineSettings(n_threads=1))
+    shared = EngineCore(model, EngineSettings(n_threads=1, replicas=4))
+    page = alone.kv_cache_bytes // alone.scheduler.config.n_pages
+    assert abs(4 * shared.kv_cache_bytes - alone.kv_cache_bytes) <= 4 * page
 
 
 def test_every_way_to_hold_weights_has_its_own_file(model: Path) -> None:

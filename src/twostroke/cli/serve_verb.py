@@ -11,6 +11,7 @@ from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.adapter_names import LORA_HELP, adapters_of
+from twostroke.core.contention import processors
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes, format_count, format_seconds
@@ -58,7 +59,7 @@ def serve(
     import logging
 
     from twostroke.core.families import read_spec
-    from twostroke.server.launch import CaptureSettings, ServeSettings, bind, is_loopback, shares
+    from twostroke.server.launch import CaptureSettings, ServeSettings, bind, is_loopback
 
     directory = opened_model(model)
     read_spec(directory).require_buildable()  # before anything starts, so that an unusable config.json is told at once
@@ -71,8 +72,9 @@ def serve(
     adapters = {name: str(path.resolve()) for name, path in adapters_of(lora).items()}
     if taken := sorted(adapters.keys() & set(names)):
         raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
-    if replicas > 1 and not all(shares(replicas)):
-        raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use.")
+    most = max(1, len(processors()))
+    if replicas > most:
+        raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use, {most} here.")
     settings = ServeSettings(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
     )

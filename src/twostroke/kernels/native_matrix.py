@@ -123,9 +123,9 @@ class NativeMatrix:
         return made
 
     def move(self, address: int, owner: object) -> None:
-        """Free the bytes and take the same at ``address``, as in ``at``. The library holds no view of them yet."""
-        assert isinstance(self._owner, weakref.finalize)
-        self._owner()
+        """Take the same bytes at ``address``, as in ``at``, and free those that it had. The library has no view of them yet."""
+        if isinstance(self._owner, weakref.finalize):
+            self._owner()
         self._take(address, owner)
 
     def _take(self, address: int, owner: object) -> None:
