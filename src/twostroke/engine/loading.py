@@ -71,7 +71,8 @@ def lowered(loaded: Loaded, settings: EngineSettings, native: bool, crossovers: 
 
     Packing takes longer than the rest of a start. With that file the whole takes 0.05 to 0.10 s (135M)."""
     head = None if settings.head_dtype == "auto" else settings.head_dtype
-    packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head))) if native else None
+    shared = settings.replicas > 1
+    packed = PackedCache(cache_key(loaded.directory, loaded.weights, str(head)), shared) if native else None
     plan = lower(loaded.spec, loaded.state, loaded.weights, crossovers, native, head, packed)
     is_read = packed is not None and packed.is_read
     if packed is not None:

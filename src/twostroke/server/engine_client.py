@@ -212,6 +212,7 @@ class TokenStream:
         self._pending, self._pending_bytes = [], 0
         self.prompt_logprobs.clear()
         self.cached_tokens, self.embedding, self.first_s = 0, None, None
+        self.computed_by, self._begun = [None], False
 
     def close(self) -> None:
         """Take no more tokens. An unfinished answer is aborted in the engine."""
