@@ -2,16 +2,19 @@
 
     python benchmarks/speculation/early_exit.py train --text FOLDER --models DIR [--hours 1]
     python benchmarks/speculation/early_exit.py measure --models DIR [--exits 1 3 4] [--dtypes bf16 int8] [--out runs/NAME]
+    python benchmarks/speculation/early_exit.py losses --models DIR --out runs/NAME
 
 FOLDER holds text (.txt files), as ``corpora/books`` of the shared assets. A model of 12 layers and 13.9M parameters is trained
 on it twice, from one seed, on the same tokens in the same order: with layer dropout and the exit loss, and without. Both are
 scored on the files that were held out. ``measure``, which wants the machine to itself, has both continue passages of these with
-every way to draft; each answer must be the one without.
+every way to draft; each answer must be the one without. Where `twostroke exits` has fitted a threshold to a model, it
+decodes with unchecked exits too. ``losses`` writes the tables again, with losses of models that were trained since.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -21,6 +24,7 @@ from typing import Any
 
 from run import HERE, N_ALONE, N_TOGETHER, _processor, continued, measure, windows
 
+from twostroke.core.fitted_exits import FITTED_EXITS, read_fitted_exits
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -114,33 +118,83 @@ def train_both(text: Path, models: Path, hours: float, steps: int) -> None:
         (models / TRAINED).write_text(json.dumps(about, indent=1) + "\n")
 
 
-def measure_both(args: argparse.Namespace) -> None:
-    about = json.loads((args.models / TRAINED).read_text())
+def unchecked(model: Path, folder: Path, rounds: int) -> dict[str, Any] | None:
+    """Decoding with the exits that were fitted to ``model`` beside that without, one request at a time, turn about."""
+    if not (model / FITTED_EXITS).is_file():
+        return None
+    fitted = read_fitted_exits(model)
+    texts = windows(folder, ".txt", LLM(model).tokenizer, PROMPT_TOKENS)
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0)
+    rates: dict[str, list[float]] = {"off": [], "auto": []}
+    exits: dict[int, int] = {}
+    for i in range(rounds):
+        prompts = continued(texts, PROMPT_TOKENS)(random.Random(i), N_ALONE)
+        for way in [*rates] if i % 2 == 0 else [*rates][::-1]:
+            llm = LLM(model, dtype=fitted.dtype, early_exit=way)
+            llm.generate([prompts[0][:16]], SamplingParams(temperature=0.0, max_tokens=2))
+            before = llm.stats()
+            for prompt in prompts:
+                llm.generate([prompt], params)
+            after = llm.stats()
+            rates[way].append((after.decode_tokens - before.decode_tokens) / (after.decode_s - before.decode_s))
+            if way != "off":
+                exits = {layers: exits.get(layers, 0) + n - before.exits[layers] for layers, n in after.exits.items()}
+    ratios = [a / b for a, b in zip(rates["auto"], rates["off"], strict=True)]
+    return dataclasses.asdict(fitted) | {"ratio": statistics.median(ratios), "ratios": ratios, "exits": exits}
+
+
+def measure_models(args: argparse.Namespace) -> None:
+    models = json.loads((args.models / TRAINED).read_text())
     ways = ["off", *(f"exit:{layers}" for layers in args.exits), *args.others]
-    for model in about:
-        model["rows"] = []
+    found = {}
+    for model in models:
+        path, rows = args.models / model["model"], []
         for dtype in args.dtypes:
-            rows = speeds(args.models / model["model"], dtype, ways, args.models / HELD_OUT, args.rounds)
-            for row in rows:
-                print(f"  {line(row)}", flush=True)
-            model["rows"] += rows
+            rows += speeds(path, dtype, ways, args.models / HELD_OUT, args.rounds)
+        found[model["trained"]] = {"rows": rows, "unchecked": unchecked(path, args.models / HELD_OUT, args.rounds)}
+        for row in rows:
+            print(f"  {line(row)}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
-    result = {"commit": commit, "processor": _processor(), "settings": WITH_EXITS, "models": about}
+    result = {"commit": commit, "processor": _processor(), "settings": WITH_EXITS, "measured": found}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = ["| trained | steps | nats a held-out token | s a step |", "|---|---|---|---|"]
+    write_tables(args.models, args.out)
+
+
+def write_tables(models: Path, out: Path) -> None:
+    file = out / "result.json"
+    result = json.loads(file.read_text())
+    result["models"] = about = json.loads((models / TRAINED).read_text())
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    lines = [f"{result['processor']}. {about[0]['n_parameters']:,} parameters, 12 layers, {result['settings']}.", ""]
+    lines += ["| trained | steps | nats a held-out token | s a step |", "|---|---|---|---|"]
     lines += [f"| {m['trained']} | {m['steps']} | {m['held_out_nats']:.4f} | {m['step_time_s'] or 0:.3f} |" for m in about]
+    measured = result["measured"].items()
     lines += ["", "| trained | weights | temperature | requests | drafts | of decoding | rounds | right of drafted |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    lines += [f"| {m['trained']} {line(row)}" for m in about for row in m["rows"]]
-    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    lines += [f"| {name} {line(row)}" for name, each in measured for row in each["rows"]]
+    fitted = [(name, each["unchecked"]) for name, each in measured if each["unchecked"]]
+    if fitted:
+        lines += ["", "Unchecked exits, one greedy request at a time:", ""]
+        names = "trained", "weights", "may change", "threshold", "changed", "extra nats", "of decoding", "rounds", "predicted"
+        lines += ["| " + " | ".join((*names, "left after")) + " |"]
+        lines += ["|" + "---|" * 10]
+    for name, f in fitted:
+        n = sum(f["exits"].values())
+        left = ", ".join(f"{layers}: {count / n:.0%}" for layers, count in f["exits"].items())
+        lines.append(
+            f"| {name} | {f['dtype']} | {f['most_changed']:.0%} | {f['threshold']:g} | {f['changed']:.2%} | "
+            f"{f['extra_nats']:+.4f} | "
+            f"{f['ratio']:.2f} | {min(f['ratios']):.2f}–{max(f['ratios']):.2f} | {f['predicted_speed']:.2f} | {left} |"
+        )
+    (out / "README.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    training, measuring = verbs.add_parser("train"), verbs.add_parser("measure")
-    for each in (training, measuring):
+    training, measuring, telling = (verbs.add_parser(name) for name in ("train", "measure", "losses"))
+    for each in (training, measuring, telling):
         each.add_argument("--models", type=Path, required=True)
     training.add_argument("--text", type=Path, required=True)
     training.add_argument("--hours", type=float, default=1.0, help="Of training each model.")
@@ -149,12 +203,15 @@ def main() -> None:
     measuring.add_argument("--others", nargs="*", default=["ngram", "auto"], help="Other ways to draft.")
     measuring.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
     measuring.add_argument("--rounds", type=int, default=3)
-    measuring.add_argument("--out", type=Path, default=HERE / "runs" / "early-exit")
+    for each in (measuring, telling):
+        each.add_argument("--out", type=Path, default=HERE / "runs" / "early-exit")
     args = parser.parse_args()
     if args.verb == "train":
         train_both(args.text, args.models, args.hours, args.steps)
+    elif args.verb == "measure":
+        measure_models(args)
     else:
-        measure_both(args)
+        write_tables(args.models, args.out)
 
 
 def line(row: dict[str, Any]) -> str:
