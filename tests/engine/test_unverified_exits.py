@@ -247,7 +247,20 @@ def test_the_fitted_threshold_is_of_the_model_as_it_is_held(models: Path) -> Non
             engine(path, "auto", dtype="fp32")
 
 
-def test_keys_of_early_exits_are_another_identity(models: Path) -> None:
+def test_later_prompts_find_prompts_and_no_answers(models: Path) -> None:
+    """So what is found has a prompt's keys and values, and prefixes on disk and sessions are as without exits."""
     path = directory(models)
-    identities = {engine(path, value, dtype="fp32", page_tokens=16).identity for value in ("off", "at:0.5", "at:0.6")}
-    assert len(identities) == 3
+    (answer,) = run(engine(path, "at:0", dtype="fp32"), PROMPTS[:1], replace(GREEDY, max_tokens=20))
+    longer = [*PROMPTS[0], *answer[0], 7]
+    core = engine(path, "at:0", dtype="fp32")
+    run(core, PROMPTS[:1], replace(GREEDY, max_tokens=20))
+    params = replace(GREEDY, max_tokens=1, logprobs=2, prompt_logprobs=None)
+    (found,) = run(core, [longer], params)
+    assert core.stats().prefix_hit_tokens == len(PROMPTS[0]) // 4 * 4
+    assert (found,) == tuple(run(engine(path, "off", dtype="fp32"), [longer], params))
+    (again,) = run(core, [longer], params)
+    assert again == found
+    assert core.stats().prefix_hit_tokens > len(longer)
+    engines = [engine(path, value, dtype="fp32", page_tokens=16) for value in ("off", "at:0.5", "at:0.6")]
+    assert len({core.identity for core in engines}) == 1
+    assert len({core.fingerprint for core in engines}) == 3  # of answers, which differ

@@ -47,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
 
 
 def engine(path: Path) -> EngineCore:
-    return EngineCore(path, EngineSettings(dtype="fp32", n_threads=1, early_exit="at:1", separate_prefixes=True))
+    return EngineCore(path, EngineSettings(dtype="fp32", n_threads=1, early_exit="at:1"))
 
 
 def test_texts_do_not_overlap_and_come_from_everywhere() -> None:
@@ -95,7 +95,7 @@ def test_forced_decoding_is_a_dense_pass_in_which_rows_that_left_stay_as_they_ar
     with torch.no_grad():
         logits = decoder(torch.tensor(TEXTS)[:, :-1])
     core.leave_after((1, 2), threshold)
-    found = forced(core, TEXTS, "a")
+    found = forced(core, TEXTS)
     wanted = -logits.log_softmax(-1).gather(-1, torch.tensor(TEXTS)[:, 1:, None])[:, n_prompt - 1 :, 0]
     np.testing.assert_array_equal(found.tokens, logits.argmax(-1)[:, n_prompt - 1 :].numpy())
     np.testing.assert_allclose(found.nats, wanted.numpy(), atol=2e-3)
@@ -122,12 +122,12 @@ def test_a_threshold_keeps_the_share_and_the_next_one_is_not_shown_to(models: di
     assert 0 < fitted.changed < 0.2
     core = engine(path)
     core.leave_after((1, 2), NEVER)
-    whole = forced(core, TEXTS, "whole")
+    whole = forced(core, TEXTS)
     assert whole.depths == {1: 0, 2: 0, 3: fitted.n_tokens}
     changed = []
     for threshold in (fitted.threshold, THRESHOLDS[THRESHOLDS.index(fitted.threshold) + 1]):
         core.leave_after((1, 2), threshold)
-        changed.append((forced(core, TEXTS, str(threshold)).tokens != whole.tokens)[:, 1:].mean(axis=1))
+        changed.append((forced(core, TEXTS).tokens != whole.tokens)[:, 1:].mean(axis=1))
     assert changed[0].mean() == fitted.changed
     assert p_value(changed[0], 0.2) <= 0.05 < p_value(changed[1], 0.2)
     fitted.write(path)

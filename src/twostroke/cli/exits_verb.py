@@ -62,7 +62,7 @@ def exits(
     from twostroke.engine.core import EngineCore
 
     began = time.perf_counter()
-    engine = EngineCore(directory, EngineSettings(dtype=dtype, early_exit="at:1", separate_prefixes=True))
+    engine = EngineCore(directory, EngineSettings(dtype=dtype, early_exit="at:1"))
     with progress(f"trying exits of {directory}", 1.0) as advance:
         found = fit_exits(engine, directory, windows_of(ids, engine.max_model_len), after, most_changed, confidence, advance)
     found.write(directory)

@@ -38,7 +38,6 @@ UNMEASURED = {**STARTS, "e2e_s": "an answer ended before --max-tokens: less work
 )
 """Reasons for which a predicted number is not measured."""
 BEAMS_PLANNED = "beams are predicted as so many answers to one prompt: copies of pages are not planned."
-EXITS_PLANNED = "early exit is predicted as if every token passed all layers: the planner does not know where tokens leave."
 UNMEASURED_BEAMS = {
     "ttft_s": "the first token of a beam search is known with the last.",
     "output_tok_per_s": "beams were computed that are not among the answers.",
@@ -108,7 +107,6 @@ def generate(
     inputs["speculate"] = engine.speculate
     if engine.early_exit != OFF:
         inputs["early_exit"] = engine.early_exit
-        log(EXITS_PLANNED)
     plan = functools.partial(_planned, directory, prompts, params, engine, adapters)
     run = recording("generate", directory.resolve().name, inputs, plan, log)
     began = time.perf_counter()

@@ -32,7 +32,7 @@ from twostroke.core.topology import CORES, NODES, placed, processors_of
 from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
 from twostroke.engine.beam_choice import BeamChooser
-from twostroke.engine.early_exit import EarlyExits
+from twostroke.engine.early_exit import UNPLANNED, EarlyExits
 from twostroke.engine.grammars import Grammars, Matcher
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
@@ -157,6 +157,8 @@ class EngineCore:
             kv_dtype = scheme_of(self.plan.weights).kept
         # Only now: the default cache is a share of the memory that the weights have left.
         scheduler_config = _fit(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
+        if exits is not None:  # rows that leave early write other keys and values than a prompt's
+            scheduler_config = replace(scheduler_config, cached_outputs=False)
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
         element = scheme_of(self.plan.weights).adapter_element(native)
         self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), element, quantised)
@@ -170,6 +172,7 @@ class EngineCore:
         self.exits: EarlyExits | None = None
         if exits is not None:
             self.leave_after(*exits)
+            self.spec = self.spec.with_(notes=(*self.spec.notes, UNPLANNED))
         self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
         self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
         self._prompt_scores = PromptScores()
@@ -249,8 +252,7 @@ class EngineCore:
         return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
 
     def leave_after(self, layers: Sequence[int], threshold: float) -> None:
-        """Let rows leave after ``layers`` from now on. The engine must be idle, and ``early_exit`` must not be off. Keys and
-        values of rows that left by another rule stay in the cache."""
+        """Let rows leave after ``layers`` from now on. The engine must be idle, and ``early_exit`` must not be off."""
         self._must_be_idle()
         assert isinstance(self._runner, NativeRunner)
         assert self.settings.early_exit != OFF
@@ -266,18 +268,16 @@ class EngineCore:
         must be idle when it is first asked for."""
         if self._identity is None:
             self._first_digest = self._digest = weights_digest(self._directory)
-            form = form_of(self.pool)
-            if self.exits is not None:  # rows that left wrote other keys and values
-                form += f" exits {self.exits.layers} {self.exits.threshold}"
-            arguments = (self.pool.images(), self.scheduler, self.spec.vocab_size, self.compute)
-            self._identity = identity_of(self._first_digest, form, *arguments)
+            arguments = (form_of(self.pool), self.pool.images(), self.scheduler, self.spec.vocab_size, self.compute)
+            self._identity = identity_of(self._first_digest, *arguments)
         return self._identity
 
     @property
     def fingerprint(self) -> str:
         """A short name of the weights and of how this engine computes: answers of engines with the same one are comparable. The
         engine must be idle when it is first asked for."""
-        return fingerprint_of(self.identity, self.settings)
+        exits = "" if self.exits is None else f"{self.exits.layers} {self.exits.threshold}"
+        return fingerprint_of(self.identity + exits.encode(), self.settings)
 
     def prepare_weights(self, directory: Path | str) -> Prepared | None:
         """Read and pack other weights of the same shape, while the engine goes on. None: they are served already. One thread

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
+UNPLANNED = "early exit is predicted as if every token passed all layers: the planner does not know where tokens leave."
+
+
 def confidence(logits: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
     """By how much the two largest probabilities of each row differ: CALM's measure of softmax responses."""
     two = logits.topk(2, dim=1).values

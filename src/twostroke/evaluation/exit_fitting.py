@@ -55,9 +55,9 @@ def windows_of(ids: npt.NDArray[np.int64], longest: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length].tolist() for i in chosen]
 
 
-def forced(engine: EngineCore, texts: Sequence[Sequence[int]], name: str) -> Forced:
-    """Decode ``texts``, all of one length, token by token as a server would, but with their own tokens as the answers. Texts of
-    another ``name`` find none of these keys and values if the engine keeps clients' prefixes apart. It must be idle."""
+def forced(engine: EngineCore, texts: Sequence[Sequence[int]]) -> Forced:
+    """Decode ``texts``, all of one length, token by token as a server would, but with their own tokens as the answers. The
+    engine must be idle."""
     assert engine.exits is not None
     length = len(texts[0])
     n_prompt = _prompt_tokens(length)
@@ -65,7 +65,7 @@ def forced(engine: EngineCore, texts: Sequence[Sequence[int]], name: str) -> For
     scheduler, places = engine.scheduler, {}
     engine.exits.depths = [0] * len(engine.exits.depths)
     for i, text in enumerate(texts):
-        request = Request(f"{name} {i}", text[:n_prompt], params, client=f"{name} {i}")
+        request = Request(f"{i}", text[:n_prompt], params)
         scheduler.add(request)
         places[request.id] = i
     tokens = np.zeros((len(texts), length - n_prompt), np.int64)
@@ -73,6 +73,8 @@ def forced(engine: EngineCore, texts: Sequence[Sequence[int]], name: str) -> For
     while scheduler.has_work:
         step = scheduler.schedule()
         try:
+            if step.copies:
+                engine.pool.copy(step.copies)
             logits = engine.compute(step).double()
         except BaseException:
             scheduler.abandon(step)
@@ -125,13 +127,13 @@ def fit_exits(
     tokens of text like ``texts`` change. Raises DataError if the strictest is not shown to keep that."""
     n_trials = len(THRESHOLDS) + 1
     engine.leave_after(layers, NEVER)
-    whole = forced(engine, texts, "whole")
+    whole = forced(engine, texts)
     chosen: tuple[float, Forced, float] | None = None
     for i, threshold in enumerate(THRESHOLDS, start=1):
         if progress is not None:
             progress(i / n_trials, f"threshold {threshold:g}")
         engine.leave_after(layers, threshold)
-        found = forced(engine, texts, f"{threshold}")
+        found = forced(engine, texts)
         losses = (found.tokens != whole.tokens)[:, 1:].mean(axis=1)  # the first row of an answer never leaves
         if p_value(losses, most_changed) > 1 - confidence:
             break

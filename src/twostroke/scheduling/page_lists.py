@@ -48,10 +48,11 @@ class PageLists:
     def hash_full_pages(self, request: Request) -> None:
         """Hash the full pages that have no hash yet. A request that fails to be admitted many times is hashed once."""
         page_tokens, keys, tokens = self.config.page_tokens, request.page_keys, request.tokens
-        if len(tokens) // page_tokens == len(keys) or not self.config.prefix_cache:
+        n_pages = (len(tokens) if self.config.cached_outputs else request.n_prompt) // page_tokens
+        if n_pages == len(keys) or not self.config.prefix_cache:
             return
         parent = keys[-1] if keys else self.root_of(request)
-        for i in range(len(keys), len(tokens) // page_tokens):
+        for i in range(len(keys), n_pages):
             parent = chain_key(parent, tokens[i * page_tokens : (i + 1) * page_tokens])
             keys.append(parent)
 
@@ -72,6 +73,8 @@ class PageLists:
     def register_end(self, request: Request) -> None:
         """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""
         n, page_tokens, c = request.n_computed, self.config.page_tokens, self.config
+        if not c.cached_outputs and n > request.n_prompt:
+            return
         if n % page_tokens and c.prefix_cache and c.parts_of_pages and request.finish_reason != "error":
             tokens = request.tokens[n - n % page_tokens : n]
             before = request.page_keys[n // page_tokens - 1] if n >= page_tokens else self.root_of(request)

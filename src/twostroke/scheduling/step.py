@@ -31,8 +31,9 @@ class SchedulerConfig:
     released; None if a layer attends to all tokens. ``separate_prefixes``: a request finds only prefixes that its own client
     has sent. ``scored_rows``: most tokens that a step computes for requests with ``prompt_logprobs``, because each needs a row
     of logits; None for any number. ``prefix_cache``: full pages can be found again by later requests with the same tokens.
-    ``parts_of_pages``: so can parts of pages; not where tokens are placeholders. ``draft_rows``: most drafted tokens that a
-    step checks, because each needs a row of logits."""
+    ``parts_of_pages``: so can parts of pages; not where tokens are placeholders. ``cached_outputs``: so can pages that hold
+    output; not where its keys and values are others than those of a prompt of the same tokens. ``draft_rows``: most drafted
+    tokens that a step checks, because each needs a row of logits."""
 
     token_budget: int
     max_running: int
@@ -45,6 +46,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     draft_rows: int = 0
     parts_of_pages: bool = True
+    cached_outputs: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
