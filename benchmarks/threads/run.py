@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="threads-"))
-    model = write_model(folder / "model", SHAPES[args.shape])
+    model = write_model(SHAPES[args.shape], folder / "model")
     trees = {"after": SOURCE} | ({"before": args.before / "src"} if args.before else {})
     cells = [
         (name, tree, n_threads, busy)
