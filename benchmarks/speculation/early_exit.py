@@ -187,7 +187,7 @@ def write_tables(models: Path, out: Path) -> None:
             f"{f['extra_nats']:+.4f} | "
             f"{f['ratio']:.2f} | {min(f['ratios']):.2f}–{max(f['ratios']):.2f} | {f['predicted_speed']:.2f} | {left} |"
         )
-    (out / "README.md").write_text("\n".join(lines) + "\n")
+    (out / "summary.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
