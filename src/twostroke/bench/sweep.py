@@ -14,7 +14,7 @@ from typing import Annotated
 
 from twostroke.bench.definitions import LoadSummary
 from twostroke.core.errors import ConfigError
-from twostroke.core.units import format_seconds
+from twostroke.core.units import format_count, format_seconds
 
 SHARES = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
 """Rates of an automatic sweep as shares of the throughput at all requests at once."""
@@ -104,7 +104,7 @@ class Sweep:
                 f"{p.requests_per_s:.3g}",
                 f"{p.output_tok_per_s:.1f}",
                 *shown,
-                f"{p.power:.3g}",
+                format_count(p.power),
                 share,
             )
             lines.append("".join(f"{cell:>13}" for cell in cells) + ("" if p.refusal is None else "   refused: generator late"))

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from twostroke.core.aside import write_text
 from twostroke.core.errors import InputError
-from twostroke.core.units import format_seconds
+from twostroke.core.units import format_count, format_seconds
 from twostroke.core.version import __version__
 from twostroke.ledger.scoring import error_percent, number_of
 from twostroke.ledger.text import format_error, format_value
@@ -214,7 +214,7 @@ def _sweep(title: str, sweep: Mapping[str, Any], runs: Sequence[Mapping[str, Any
     rows = [
         [f"{p['rate_per_s']:.3g}", f"{p['requests_per_s']:.3g}", f"{p['output_tok_per_s']:.1f}"]
         + [_s(p[name]) for name in ("ttft_median_s", "ttft_p99_s", "itl_median_s", "itl_p99_s", "e2e_mean_s")]
-        + [f"{p['power']:.3g}"]
+        + [format_count(p["power"])]
         for p in points
     ]
     heads = ["sent/s", "completed/s", "output tok/s", "TTFT median", "p99", "ITL median", "p99", "end to end, mean", "power"]
