@@ -43,6 +43,8 @@ def main() -> int:
     parser.add_argument("--capture-bytes", type=int, default=2**20)
     parser.add_argument("--redact", type=Path)
     parser.add_argument("--redact-command")
+    parser.add_argument("--response-cache", type=Path)
+    parser.add_argument("--response-cache-bytes", type=int, default=10**6)
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
@@ -72,6 +74,8 @@ def main() -> int:
         admin=args.admin,
         log_requests=args.log_json,
         capture=args.capture and CaptureSettings(args.capture, args.capture_bytes, args.redact, args.redact_command),
+        response_cache=args.response_cache,
+        response_cache_bytes=args.response_cache_bytes,
         extra=tuple(args.engine),
     )
     listener = bind(args.host, 0)

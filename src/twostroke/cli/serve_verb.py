@@ -51,6 +51,11 @@ def serve(
     ),
     log_json: bool = typer.Option(False, help="Log lines of JSON, and one for each request, without prompts and keys."),
     admin: bool = typer.Option(False, help="Have the routes below /admin, with which holders of a key replace the weights."),
+    response_cache: Path | None = typer.Option(
+        None,
+        help="Directory in which answers are kept that would be the same again: greedy or seeded ones. Without it none are.",
+    ),
+    response_cache_gib: float = typer.Option(1.0, min=0.001, help="Most GiB of them; the least recently used go."),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
@@ -78,7 +83,9 @@ def serve(
     settings = ServeSettings(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
     )
-    settings = replace(settings, log_requests=log_json)
+    settings = replace(
+        settings, log_requests=log_json, response_cache=response_cache, response_cache_bytes=int(response_cache_gib * 2**30)
+    )
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:

@@ -67,6 +67,9 @@ class Engines(Protocol):
     def info(self) -> wire.Ready | None: ...
 
     @property
+    def fingerprints(self) -> set[str]: ...
+
+    @property
     def adapters(self) -> Mapping[str, str]: ...
 
     @property
@@ -300,6 +303,11 @@ class EngineClient:
         self.tags = False  # whether some answers have said which weights computed them
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._first_adapters: dict[int, str] = {}  # by query: those that a new engine has not answered for
+
+    @property
+    def fingerprints(self) -> set[str]:
+        """Of what computes answers: its own, once it is known."""
+        return set() if self.info is None or self.info.fingerprint is None else {self.info.fingerprint}
 
     @property
     def ready(self) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from twostroke.core.version import __version__
 from twostroke.server import embeddings_api, feedback_api, messages_api, protocol, responses_api, tokens_api
 from twostroke.server.admin_api import add_admin_routes
-from twostroke.server.answers import ENCODER, CompletionAnswer, ScoreAnswer, answer_events
+from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer, ScoreAnswer, answer_events
 from twostroke.server.batch.batches import Batches
 from twostroke.server.batch.routes import add_batch_routes
 from twostroke.server.connections import ClientGoneError
@@ -29,7 +29,7 @@ from twostroke.server.openapi import adapter_route, admin_route, answer_route, d
 from twostroke.server.page import add_page
 from twostroke.server.service import Service
 from twostroke.server.tool_answers import chat_answer
-from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
+from twostroke.server.transfer import client_of, read_body, respond, respond_to
 
 
 def make_app(service: Service, batches: Batches | None = None, admin: bool = False) -> ASGIApp:
@@ -54,6 +54,8 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
     async def metrics() -> Response:
         service.metrics.ready.set(service.ready)
         service.metrics.active.set(service.admission.active)
+        if service.kept is not None:
+            service.metrics.show_kept(service.kept)
         service.metrics.restarts.set(service.client.restarts)
         stats = await service.client.stats()
         service.metrics.show_engines(service.client)
@@ -72,19 +74,21 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
         started = time.perf_counter()
         client = client_of(service, request)
         parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), client)
-        answer = CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
-        if parsed.stream:
-            return await respond_streaming(request, answer.generation, answer_events(answer))
-        return await respond(request, answer, service.outgoing)
+
+        async def compute() -> CompletionAnswer:
+            return CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
+
+        return await respond_to(service, request, client, parsed, parsed, compute, answer_events)
 
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
         client = client_of(service, request)
         parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), client)
-        answer = chat_answer(service, await service.chat(parsed, started, client), parsed)
-        if parsed.stream:
-            return await respond_streaming(request, answer.generation, answer_events(answer))
-        return await respond(request, answer, service.outgoing)
+
+        async def compute() -> ChatAnswer:
+            return chat_answer(service, await service.chat(parsed, started, client), parsed)
+
+        return await respond_to(service, request, client, parsed, parsed, compute, answer_events)
 
     async def score(request: Request) -> Response:
         started = time.perf_counter()

@@ -52,6 +52,8 @@ class ServeSettings:
     admin: bool = False  # whether the routes below /admin are there
     capture: CaptureSettings | None = None
     log_requests: bool = False
+    response_cache: Path | None = None  # directory of answers; None: none are kept
+    response_cache_bytes: int = 2**30
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

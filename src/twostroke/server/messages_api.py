@@ -25,7 +25,7 @@ from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tokens_api import chat_ids
 from twostroke.server.tool_answers import finish_of
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
+from twostroke.server.transfer import client_of, read_body, respond_to
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_format": (),
@@ -421,13 +421,15 @@ async def messages(service: Service, request: Request) -> Response:
     started, client = time.perf_counter(), client_of(service, request)
     asked = await service.parse(parse_messages, await read_body(request, service.incoming), client)
     _require_thinking(service, asked)
-    try:
-        answer = MessageAnswer(await service.chat(asked.as_chat(), started, client, always_objects=True))
-    except ApiError as error:
-        raise renamed(error, CHAT_NAMES) from None
-    if asked.stream:
-        return await respond_streaming(request, answer.generation, answer.events())
-    return await respond(request, answer, service.outgoing)
+    chat = asked.as_chat()
+
+    async def compute() -> MessageAnswer:
+        try:
+            return MessageAnswer(await service.chat(chat, started, client, always_objects=True))
+        except ApiError as error:
+            raise renamed(error, CHAT_NAMES) from None
+
+    return await respond_to(service, request, client, asked, chat, compute, MessageAnswer.events)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

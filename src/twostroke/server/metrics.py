@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twostroke.core.policy import MAX_ADAPTERS
 from twostroke.server.engine_client import Engines
+from twostroke.server.response_cache import ResponseCache
 from twostroke.server.served import peak_memory_bytes
 
 disable_created_metrics()  # a second series beside each counter, which nothing here reads
@@ -87,6 +89,17 @@ REPLICA_GAUGES: dict[str, tuple[str, str]] = {
 }
 """What is shown of each engine, labelled ``replica``. Load balancers before several servers read the first four."""
 
+RESPONSE_CACHE_GAUGES = {
+    "hits": "Requests answered from the response cache since the start.",
+    "misses": "Requests whose answer could have been there and was not.",
+    "stored": "Answers that were kept.",
+    "evicted": "Answers that made room for others.",
+    "damaged": "Files that were not the answer that they should hold.",
+    "answers": "Answers in the response cache.",
+    "bytes": "Bytes of their files.",
+}
+"""What is shown of the response cache; all 0 without one."""
+
 
 CAPTURE_COUNTS: dict[str, tuple[str, str]] = {
     "written": ("twostroke_captured_chats", "Chats that were captured since the start."),
@@ -131,6 +144,9 @@ class Metrics:
         )
         rows = REPLICA_GAUGES.items()
         self._replica = {field: Gauge(name, text, ["replica"], registry=r) for field, (name, text) in rows}
+        self._kept = {
+            name: Gauge(f"twostroke_response_cache_{name}", text, registry=r) for name, text in RESPONSE_CACHE_GAUGES.items()
+        }
         self._engine = {field: Gauge(name, text, registry=r) for field, (name, text) in ENGINE_GAUGES.items()}
 
     def predict(self, latencies: Mapping[str, float], prompt_tokens: int, output_tokens: int) -> None:
@@ -152,6 +168,11 @@ class Metrics:
         waiting = {stream.lora for stream in engines.streams if stream.lora is not None} - running
         self._lora.clear()
         self._lora.labels(",".join(sorted(running)), ",".join(sorted(waiting)), str(MAX_ADAPTERS)).set(time.time())
+
+    def show_kept(self, cache: ResponseCache) -> None:
+        values = asdict(cache.counts) | {"answers": len(cache), "bytes": cache.n_bytes}
+        for name, gauge in self._kept.items():
+            gauge.set(values[name])
 
     def observe(self, started_s: float, first_s: float | None, ended_s: float, n_output: int) -> None:
         """Count one finished answer. Times are of one monotonic clock."""

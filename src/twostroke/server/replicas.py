@@ -148,6 +148,11 @@ class Replicas:
         return msgspec.structs.replace(known[0], max_model_len=min(i.max_model_len for i in known), kv_cache_bytes=cache)
 
     @property
+    def fingerprints(self) -> set[str]:
+        """Several while engines are being replaced by others that compute otherwise."""
+        return set().union(*(replica.fingerprints for replica in self.replicas))
+
+    @property
     def adapters(self) -> dict[str, str]:
         """Those that every engine serves."""
         return {name: path for name, path in self._adapters.items() if all(name in each.adapters for each in self.replicas)}

@@ -23,7 +23,7 @@ from twostroke.server.logprobs import chat_logprobs
 from twostroke.server.service import Generation, Service
 from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import client_of, read_body, respond, respond_streaming
+from twostroke.server.transfer import client_of, read_body, respond_to
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -429,13 +429,17 @@ async def responses(service: Service, request: Request) -> Response:
     started, client = time.perf_counter(), client_of(service, request)
     asked = await service.parse(parse_responses, await read_body(request, service.incoming), client)
     try:
-        generation = await service.chat(asked.as_chat(), started, client)
+        chat = asked.as_chat()
     except ApiError as error:
         raise renamed(error, CHAT_NAMES) from None
-    answer = ResponseAnswer(service, generation, asked)
-    if asked.stream:
-        return await respond_streaming(request, answer.generation, answer.events())
-    return await respond(request, answer, service.outgoing)
+
+    async def compute() -> ResponseAnswer:
+        try:
+            return ResponseAnswer(service, await service.chat(chat, started, client), asked)
+        except ApiError as error:
+            raise renamed(error, CHAT_NAMES) from None
+
+    return await respond_to(service, request, client, asked, chat, compute, ResponseAnswer.events)
 
 
 ROUTES = {"/v1/responses": (responses, ResponsesRequest)}

@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 
 from twostroke.core.families import read_spec
+from twostroke.data.chat import read_chat_template
 from twostroke.server import wire
 from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission, ApiKeys
 from twostroke.server.batch.batches import Batches
@@ -43,6 +44,7 @@ from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings,
 from twostroke.server.record import ServeRecord
 from twostroke.server.redaction import Redaction, read_patterns
 from twostroke.server.replicas import Replicas
+from twostroke.server.response_cache import opened_cache
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
 
@@ -85,6 +87,7 @@ def serve_model(
         client = engines_of(settings, child)
         local_only = is_loopback(listener_address[0])
         service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
+        service.kept = kept
         service.capture, service.log_requests = capture, settings.log_requests
         if capture is not None:
             service.metrics.follow_capture(capture.counts)
@@ -95,7 +98,10 @@ def serve_model(
         return service.totals
 
     listener_address = listener.getsockname()
-    with opened_store(settings.files_dir) as store, asyncio.Runner(loop_factory=loop_factory()) as runner:
+    cached = opened_cache(
+        settings.response_cache, settings.response_cache_bytes, settings.directory, read_chat_template(settings.directory)[0]
+    )
+    with opened_store(settings.files_dir) as store, cached as kept, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
             totals = runner.run(run())
         finally:
@@ -212,6 +218,8 @@ async def run_server(
             server.should_exit = server.force_exit = True
         await http
         await end_tasks(server)
+        if service.kept is not None:
+            await service.kept.written()
         if on_end is not None and loaded.done() and not engine.done():
             on_end(await service.client.stats())
     finally:

@@ -27,6 +27,7 @@ from twostroke.server.engine_client import EngineLostError, Engines, NotReadyErr
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.metrics import Metrics
 from twostroke.server.reasoning import ReasoningFormat
+from twostroke.server.response_cache import ResponseCache
 from twostroke.server.served import Answer, Served
 from twostroke.server.structured import Forms, constraint_of
 from twostroke.server.text import ModelText, tokenizer_failed
@@ -172,6 +173,7 @@ class Service:
     log_requests: bool = False  # a line for each
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     forms: Forms = field(default_factory=Forms)
+    kept: ResponseCache | None = None
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     def __post_init__(self) -> None:
@@ -556,6 +558,12 @@ class Generation:
         n_output = sum(choice.n_output for choice in self.choices)
         cached = responses.PromptTokensDetails(self.cached_tokens) if self.says_cached else msgspec.UNSET
         return responses.Usage(self.prompt_tokens, n_output, self.prompt_tokens + n_output, cached)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every answer has ended as it would again: neither by an error, nor by a timeout, nor by its client."""
+        ended = len(self.choices) == self._n_choices and all(choice.finished for choice in self.choices)
+        return ended and self.reasons.keys() <= {"stop", "length"}
 
     @property
     def cached_tokens(self) -> int:

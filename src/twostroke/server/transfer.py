@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import Request, Response
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import ByteBudget
@@ -14,8 +16,14 @@ from twostroke.server.answers import Answer, whole_answer
 from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
+from twostroke.server.protocol import CommonRequest
+from twostroke.server.response_cache import MAX_ANSWER_BYTES, marked
 from twostroke.server.service import Generation, Service
 
+A = TypeVar("A", bound=Answer)
+
+CACHE_HEADER = "x-twostroke-cache"
+"""Says "hit" or "miss" where answers are kept and this request's may be."""
 BODY_TIMEOUT_S = 30.0
 PIECE_BYTES = 2**16
 """Bytes of a whole answer that are handed to the connection at once: as many as it holds before it asks to wait."""
@@ -71,12 +79,84 @@ def while_open(scope: Scope) -> contextlib.AbstractContextManager[None]:
     return found
 
 
-async def respond(request: Request, answer: Answer, outgoing: ByteBudget) -> Response:
-    """The whole answer of one generation. Whatever happens, the generation is closed, when all is sent or on an error."""
+async def respond_to(
+    service: Service,
+    request: Request,
+    client: str,
+    asked: Struct,
+    chat: CommonRequest,
+    compute: Callable[[], Awaitable[A]],
+    events: Callable[[A], AsyncIterator[bytes]],
+) -> Response:
+    """The answer to ``asked``, which means ``chat``: the one that is kept of it, else that of ``compute``, whole or as
+    ``events``."""
+    kept, streamed, key = service.kept, bool(chat.stream), None
+    computing = service.client.fingerprints
+    if kept is not None and len(computing) == 1 and chat.model in service.names:
+        tenant = "" if service.keys is None else client
+        key = kept.key(tenant, *computing, service.max_model_len, request.url.path, asked, chat)
+    if kept is None or key is None:
+        answer = await compute()
+        if streamed:
+            return await respond_streaming(request, answer.generation, events(answer))
+        return await respond(request, answer, service.outgoing)
+    found = await kept.get(key, client, streamed)
+    response: Response
+    if found is not None:
+        parts = [marked(part) for part in found]
+        if streamed:
+            response = EventStream(parts[0], _each(parts[1:]), lambda: None)
+        else:
+            response = WholeAnswer(parts, lambda: None, service.outgoing)
+    else:
+        answer = await compute()
+
+        def keep(parts: list[bytes]) -> None:
+            if service.client.fingerprints == computing:  # else the engine may be another than the key's
+                kept.put(key, client, streamed, parts)
+
+        if streamed:
+            stream = _watched(events(answer), answer.generation, keep)
+            response = await respond_streaming(request, answer.generation, stream)
+        else:
+            response = await respond(request, answer, service.outgoing, keep)
+    response.headers[CACHE_HEADER] = "miss" if found is None else "hit"
+    return response
+
+
+async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def _watched(
+    events: AsyncIterator[bytes], generation: Generation, keep: Callable[[list[bytes]], None]
+) -> AsyncIterator[bytes]:
+    """``events``, which are kept if they are all sent and the answer is whole."""
+    parts: list[bytes] = []
+    n_bytes = 0
+    async for event in events:
+        n_bytes += len(event)
+        if n_bytes <= MAX_ANSWER_BYTES:
+            parts.append(event)
+        else:
+            parts.clear()
+        yield event
+    if n_bytes <= MAX_ANSWER_BYTES and generation.is_whole:
+        keep(parts)
+
+
+async def respond(
+    request: Request, answer: Answer, outgoing: ByteBudget, keep: Callable[[list[bytes]], None] | None = None
+) -> Response:
+    """The whole answer of one generation; ``keep`` gets a copy of one that is not cut short. Whatever happens, the generation
+    is closed, when all is sent or on an error."""
     generation = answer.generation
     try:
         with while_open(request.scope):
             body = await whole_answer(answer)
+        if keep is not None and generation.is_whole:
+            keep([*body])
         generation.finish()  # its answers are in ``body``; its places stay taken until that is sent
         return WholeAnswer(body, generation.close, outgoing)
     except BaseException:
