@@ -307,7 +307,7 @@ class EngineClient:
     @property
     def fingerprints(self) -> set[str]:
         """Of what computes answers: its own, once it is known."""
-        return set() if self.info is None or self.info.fingerprint is None else {self.info.fingerprint}
+        return {self.info.fingerprint} if self.info is not None and self.info.fingerprint else set()
 
     @property
     def ready(self) -> bool:

@@ -94,7 +94,8 @@ async def respond_to(
     computing = service.client.fingerprints
     if kept is not None and len(computing) == 1 and chat.model in service.names:
         tenant = "" if service.keys is None else client
-        key = kept.key(tenant, *computing, service.max_model_len, request.url.path, asked, chat)
+        (fingerprint,) = computing
+        key = kept.key(tenant, fingerprint, service.max_model_len, request.url.path, asked, chat)
     if kept is None or key is None:
         answer = await compute()
         if streamed:
