@@ -8,7 +8,9 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import echo_engine
@@ -23,7 +25,10 @@ from serving import Served, echo_server, metric, until
 from twostroke.core.errors import ConfigError
 from twostroke.core.private_folder import private_folder
 from twostroke.server import protocol
+from twostroke.server.admission import ByteBudget
+from twostroke.server.connections import WHILE_OPEN
 from twostroke.server.response_cache import MAX_ANSWER_BYTES, ResponseCache, marked, opened_cache
+from twostroke.server.transfer import respond_to
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0}
 BODIES: dict[str, dict[str, Any]] = {
@@ -309,6 +314,44 @@ def test_keys_do_not_share_answers_and_a_restart_keeps_them(echo_model: Path, tm
                 assert counted(web, "hits") == 3
     assert found == ["miss", "miss", "hit", "hit", "hit", "hit"]
     assert len(ids) == 2, "each key has its own answer"
+
+
+@dataclass
+class Engines:
+    """As `Replicas` see theirs, some of which may be others than the rest."""
+
+    fingerprints: set[str]
+
+
+def test_an_answer_of_an_engine_that_was_replaced_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    async def scenario(before: set[str], after: set[str]) -> int:
+        service: Any = SimpleNamespace(
+            client=Engines(before), names=("echo",), keys=None, max_model_len=9, outgoing=ByteBudget(10**6)
+        )
+        call: Any = SimpleNamespace(scope={"extensions": {WHILE_OPEN: contextlib.nullcontext}}, url=SimpleNamespace(path="/"))
+
+        async def no_deltas() -> Any:
+            service.client.fingerprints = after
+            for nothing in ():
+                yield nothing
+
+        async def whole(deltas: Any) -> list[bytes]:
+            return [b"{}"]
+
+        generation = SimpleNamespace(is_whole=True, finish=lambda: None, close=lambda: None, choices=[], deltas=no_deltas)
+
+        async def compute() -> Any:
+            return SimpleNamespace(generation=generation, whole=whole)
+
+        with opened(tmp_path / "c") as cache:
+            service.kept = cache
+            await respond_to(service, call, "", request(), request(), compute, lambda answer: no_deltas())
+            await cache.written()
+            return cache.counts.stored
+
+    assert asyncio.run(scenario({"a"}, {"b"})) == asyncio.run(scenario({"a"}, {"a", "b"})) == 0
+    assert asyncio.run(scenario({"a", "b"}, {"a", "b"})) == asyncio.run(scenario(set(), {"a"})) == 0
+    assert asyncio.run(scenario({"a"}, {"a"})) == 1
 
 
 def test_damage_on_the_disk_changes_no_answer(echo_model: Path, tmp_path: Path) -> None:
