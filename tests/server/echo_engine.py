@@ -78,6 +78,7 @@ class EchoEngine:
     output_tokens: int = 0
     step_s: float = 0.0
     say: Path | None = None
+    max_running: int | None = None  # the others wait
     adapters: dict[str, Path] = field(default_factory=dict)
     caches: bool = False
     tree: PrefixTree = field(default_factory=PrefixTree)
@@ -188,7 +189,7 @@ class EchoEngine:
         self.steps += 1
         time.sleep(self.step_s)
         events = []
-        for (request_id, index), request in list(self.requests.items()):
+        for (request_id, index), request in list(self.requests.items())[: self.max_running]:
             first = request.tokens[0]
             if request.params.pooling is not None and first != SLOW:
                 # Of the echo model's 16 numbers: the mean of the tokens or the last one, and how many there are. A slow prompt
@@ -249,6 +250,7 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=0.001)
     parser.add_argument("--say", type=Path, help="a file of token ids: while it is there, every answer is these")
     parser.add_argument("--caches", action="store_true")
+    parser.add_argument("--max-running", type=int)
     args = parser.parse_args()
 
     def load() -> tuple[EchoEngine, wire.Ready]:
@@ -259,9 +261,8 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        return EchoEngine(step_s=args.step_s, say=args.say, caches=args.caches), wire.Ready(
-            "fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo"
-        )
+        engine = EchoEngine(step_s=args.step_s, say=args.say, caches=args.caches, max_running=args.max_running)
+        return engine, wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo")
 
     return serve_engine(args.socket, args.parent_pid, load)
 

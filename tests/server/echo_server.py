@@ -45,6 +45,9 @@ def main() -> int:
     parser.add_argument("--redact-command")
     parser.add_argument("--response-cache", type=Path)
     parser.add_argument("--response-cache-bytes", type=int, default=10**6)
+    parser.add_argument("--max-queued-tokens", type=int)
+    parser.add_argument("--max-running", type=int)
+    parser.add_argument("--usage-log", type=Path)
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
@@ -62,9 +65,10 @@ def main() -> int:
         log_as_json()
     else:
         logging.basicConfig(level=logging.INFO)
+    running = {} if args.max_running is None else {"max_running": args.max_running}
     settings = EchoSettings(
         Path(args.model),
-        EngineSettings(),
+        EngineSettings(**running),
         ("echo",),
         args.api_key_file,
         args.max_concurrent,
@@ -76,7 +80,9 @@ def main() -> int:
         capture=args.capture and CaptureSettings(args.capture, args.capture_bytes, args.redact, args.redact_command),
         response_cache=args.response_cache,
         response_cache_bytes=args.response_cache_bytes,
-        extra=tuple(args.engine),
+        usage_log=args.usage_log,
+        max_queued_tokens=args.max_queued_tokens,
+        extra=(*args.engine, *(f"--{name.replace('_', '-')}={value}" for name, value in running.items())),
     )
     listener = bind(args.host, 0)
     child = settings.launches()[0]()

@@ -77,7 +77,7 @@ def metric(web: httpx.Client, name: str) -> float:
     raise AssertionError(f"no metric {name}")
 
 
-def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
     """Wait for what is to come. The limit is a machine's that others use."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -15,10 +15,12 @@ from twostroke.core.families import read_spec
 from twostroke.scheduling import sampling_params
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, wire
-from twostroke.server.admission import Admission, ApiKeys
+from twostroke.server.admission import Admission
+from twostroke.server.callers import Caller
 from twostroke.server.engine_client import TokenStream
 from twostroke.server.engine_process import EngineServer
 from twostroke.server.errors import ApiError
+from twostroke.server.keys import ApiKeys
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
 
@@ -86,7 +88,7 @@ def test_priority_client_and_what_is_left_of_the_time_reach_the_engine(echo_mode
     async def scenario() -> None:
         service, client = service_of(echo_model)
         began = time.perf_counter() - 1.0  # its body took a second to arrive
-        generation = await service.complete(completion(priority=7, timeout_s=3.0, n=2), began, "somebody")
+        generation = await service.complete(completion(priority=7, timeout_s=3.0, n=2), began, Caller("somebody"))
         assert len(generation.choices) == service.admission.active == 2
         generation.close()
         assert service.admission.active == 0

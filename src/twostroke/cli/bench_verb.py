@@ -295,14 +295,9 @@ def _lengths(option: str, text: str) -> tuple[int, int] | str:
 
 
 def _first_key(file: Path) -> str:
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"API key file {file} cannot be read as text. Name a file with one key a line.") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"API key file {file} holds no key. Write one key a line.")
-    return keys[0]
+    from twostroke.server.keys import read_keys
+
+    return read_keys(file)[0]
 
 
 def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters: Mapping[str, Path]) -> Planned:

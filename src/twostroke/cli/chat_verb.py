@@ -82,7 +82,7 @@ def chat(
 
 def _server(url: str, api_key_file: Path | None, name: str) -> RemoteModel:
     from twostroke.cli.chat.remote import KEY_VARIABLE, RemoteModel
-    from twostroke.server.admission import read_keys
+    from twostroke.server.keys import read_keys
 
     key = os.environ.get(KEY_VARIABLE, "") if api_key_file is None else read_keys(api_key_file)[0]
     return RemoteModel(url, key, name)

@@ -31,7 +31,7 @@ def route(
     """Route requests to the server that is predicted to answer first, until SIGTERM or Ctrl-C."""
     import logging
 
-    from twostroke.server.admission import ApiKeys, read_keys
+    from twostroke.server.keys import ApiKeys, read_keys
     from twostroke.server.launch import bind, is_loopback
     from twostroke.server.router.endpoint import Endpoint
     from twostroke.server.router.run import base_urls, run_router

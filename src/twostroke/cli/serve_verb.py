@@ -25,7 +25,9 @@ def serve(
     model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on. Anything but loopback needs --api-key-file."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
-    api_key_file: Path | None = typer.Option(None, help="File of accepted API keys, one a line."),
+    api_key_file: Path | None = typer.Option(
+        None, help="File of accepted API keys, one a line, each with its limits if it has any (docs/http.md)."
+    ),
     share_prefixes: bool = typer.Option(
         False, help="With --api-key-file: share cached prefixes between keys. Faster, but timing shows another key's prompts."
     ),
@@ -57,6 +59,12 @@ def serve(
     ),
     response_cache_gib: float = typer.Option(1.0, min=0.001, help="Most GiB of them; the least recently used go."),
     max_concurrent: int = typer.Option(128, min=1, help="Requests queued and running; more get 429."),
+    max_queued_tokens: int | None = typer.Option(
+        None, min=1, help="Tokens of prompts that wait for their first token; more get 429. Default: as many as come."
+    ),
+    usage_log: Path | None = typer.Option(
+        None, help="File to which a JSON line of each request's tokens and times is appended."
+    ),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -84,8 +92,9 @@ def serve(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
     )
     settings = replace(
-        settings, log_requests=log_json, response_cache=response_cache, response_cache_bytes=int(response_cache_gib * 2**30)
-    )
+        settings, log_requests=log_json, response_cache=response_cache, response_cache_bytes=int(response_cache_gib * 2**30),
+        usage_log=usage_log, max_queued_tokens=max_queued_tokens,
+    )  # fmt: skip
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:

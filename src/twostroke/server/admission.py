@@ -1,19 +1,14 @@
-"""Decides who may send requests, how many at once, and how many bytes they may hold."""
+"""Decides how many requests are worked on at once, and how many bytes they may hold."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import random
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-from twostroke.core.errors import ConfigError
 from twostroke.server.errors import ApiError
 
-MAX_KEY_FILE_BYTES = 2**20
 MIN_RETRY_AFTER_S = 0.25
 MAX_RETRY_AFTER_S = 30.0
 MAX_STRETCH = 16.0
@@ -21,68 +16,6 @@ MAX_STRETCH = 16.0
 at a sixteenth of that pace then keep the places full, and at most a fifth as many requests are refused as answered."""
 INCOMING_BYTES = OUTGOING_BYTES = 64 * 2**20
 """Limits of all bodies that are arriving, and of all whole answers that are not read yet."""
-
-
-_CONSENT = " capture=yes"
-"""Behind a key: its holder's chats may be captured (``serve --capture``)."""
-
-
-def read_keys(path: Path) -> list[str]:
-    """The keys alone."""
-    return [line.removesuffix(_CONSENT).rstrip() for line in read_key_lines(path)]
-
-
-def read_key_lines(path: Path) -> list[str]:
-    """The lines of a key file: a key each, with ``capture=yes`` behind it where its holder has consented to that; blank lines
-    and lines starting with # are skipped. Raises ConfigError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"API key file {path} cannot be read: {error.strerror}.") from None
-    if len(data) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"API key file {path} is over {MAX_KEY_FILE_BYTES} bytes. It holds one key a line.")
-    try:
-        lines = [line.strip() for line in data.decode().splitlines()]
-    except UnicodeDecodeError:
-        raise ConfigError(f"API key file {path} is not UTF-8 text.") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"API key file {path} holds no key. Write one key a line.")
-    return keys
-
-
-class ApiKeys:
-    """The keys of a key file, held as SHA-256 digests: never in a log, and compared in constant time."""
-
-    def __init__(self, keys: list[str]) -> None:
-        held = [key.removesuffix(_CONSENT).rstrip() for key in keys]
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in held]
-        consenting = [digest.hex()[:16] for key, digest in zip(keys, self._digests, strict=True) if key.endswith(_CONSENT)]
-        self._consenting = frozenset(consenting)
-
-    @classmethod
-    def read(cls, path: Path) -> ApiKeys:
-        """Those of ``read_key_lines``. Raises ConfigError."""
-        return cls(read_key_lines(path))
-
-    def captures(self, owner: str) -> bool:
-        """Whether the holder whose key ``name`` calls ``owner`` has consented to the capture of chats."""
-        return owner in self._consenting
-
-    @staticmethod
-    def name(authorization: bytes | None) -> str:
-        """A name for the holder of a key, from which the key cannot be found."""
-        return hashlib.sha256((authorization or b"").partition(b" ")[2].strip()).hexdigest()[:16]
-
-    def allow(self, authorization: bytes | None) -> bool:
-        """Whether ``Bearer <key>`` names a known key. Every key is compared, so the time does not tell which one was near."""
-        scheme, _, given = (authorization or b"").partition(b" ")
-        digest = hashlib.sha256(given.strip()).digest()
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found and scheme.lower() == b"bearer"
 
 
 class Admission:
@@ -140,6 +73,12 @@ class Admission:
             code="too_many_requests",
             headers={"retry-after": str(whole), "retry-after-ms": str(round(1000 * wait_s))},
         )
+
+    def too_late(self, message: str, code: str, over_s: float, may_retry: bool = True) -> ApiError:
+        """A 429 for a request whose wait would be ``over_s`` too long: by then, about, the queue is short enough."""
+        wait_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, over_s)) * random.uniform(1.0, 1.25)
+        headers = {"retry-after": str(max(1, round(wait_s))), "retry-after-ms": str(round(1000 * wait_s))}
+        return ApiError(429, message, code=code, headers=headers if may_retry else headers | {"x-should-retry": "false"})
 
     def leave(self, n: int, took_s: float | None = None) -> None:
         self._count_held()

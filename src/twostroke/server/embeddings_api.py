@@ -15,7 +15,7 @@ from twostroke.server import protocol, responses
 from twostroke.server.answers import ENCODER, joined
 from twostroke.server.errors import ApiError, bad_request
 from twostroke.server.service import Generation, Prompt, Service, TextDelta
-from twostroke.server.transfer import client_of, read_body, respond
+from twostroke.server.transfer import caller_of, read_body, respond
 
 MAX_INPUTS = 2048
 """OpenAI's bound."""
@@ -110,8 +110,8 @@ class EmbeddingAnswer:
 
 
 async def embeddings(service: Service, request: Request) -> Response:
-    started, client = time.perf_counter(), client_of(service, request)
-    asked = await service.parse(parse_embedding, await read_body(request, service.incoming), client)
+    started, caller = time.perf_counter(), caller_of(request)
+    asked = await service.parse(parse_embedding, await read_body(request, service.incoming), caller.name)
     inputs = protocol.items_of(asked.input, "input", MAX_INPUTS)
     width = service.spec.d_model
     if asked.dimensions not in (None, width):
@@ -127,7 +127,7 @@ async def embeddings(service: Service, request: Request) -> Response:
             "input",
         )
     at_once = min(AT_ONCE, service.admission.limit)
-    generation, ids = await service.embed(asked.as_completion(), inputs, started, client, at_once)
+    generation, ids = await service.embed(asked.as_completion(), inputs, started, caller, at_once)
     try:
         answer = EmbeddingAnswer(service, generation, asked, ids)
     except BaseException:

@@ -11,7 +11,7 @@ from twostroke.server import protocol
 from twostroke.server.answers import ENCODER
 from twostroke.server.errors import ApiError
 from twostroke.server.service import Service
-from twostroke.server.transfer import client_of, read_body
+from twostroke.server.transfer import caller_of, read_body
 
 
 class Feedback(Struct, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class Feedback(Struct, forbid_unknown_fields=True):
 async def feedback(service: Service, request: Request) -> Response:
     given = protocol.parse_object(await read_body(request, service.incoming), Feedback)
     assert service.capture is not None
-    if not service.capture.rate(given.id, client_of(service, request), given.choice, given.rating, given.comment):
+    if not service.capture.rate(given.id, caller_of(request).name, given.choice, given.rating, given.comment):
         message = f"no answer {given.id!r:.100} with a choice {given.choice} was captured for this client, or it is too old."
         raise ApiError(404, message, "id", "answer_not_found")
     return Response(ENCODER.encode({"id": given.id, "recorded": True}), media_type="application/json")

@@ -14,7 +14,7 @@ import traceback
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.server.admission import ApiKeys
+from twostroke.server.callers import CALLER, Caller
 from twostroke.server.errors import MESSAGES_ROUTES, ApiError, asleep, encode_error, not_ready
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
@@ -39,6 +39,8 @@ ANSWER_ROUTES = MESSAGES_ROUTES | {
     "/detokenize",
 }
 """Routes whose requests take places."""
+TEXT_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Those of them whose requests need no engine."""
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
 ADMIN_ROUTES = frozenset({"/admin/weights", "/admin/sleep", "/admin/wake"})
@@ -81,18 +83,21 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        peer = scope.get("client")
+        caller = self._service.caller(headers, peer[0] if peer else "")
+        scope = {**scope, CALLER: caller}
         try:
-            await self._checked(scope, receive, marked_send, route, headers)
+            await self._checked(scope, receive, marked_send, headers, caller)
         finally:
             if self._service.log_requests:
                 fields = {"request_id": request_id.decode(), "method": scope["method"], "route": route, "status": status}
                 log.info("request", extra={"fields": fields | {"seconds": round(time.perf_counter() - began, 6)}})
 
     async def _checked(
-        self, scope: Scope, receive: Receive, marked_send: Send, route: str, headers: dict[bytes, bytes]
+        self, scope: Scope, receive: Receive, marked_send: Send, headers: dict[bytes, bytes], caller: Caller
     ) -> None:
         path = scope["path"]
-        refusal = self._refusal(scope["method"], path, headers)
+        refusal = self._refusal(scope["method"], path, headers, caller)
         if refusal is not None:
             await _send_error(marked_send, refusal, path)
             return
@@ -103,6 +108,8 @@ class Gate:
                 await _send_error(marked_send, api_error(error), path)
                 return
         if path in ANSWER_ROUTES:
+            if caller.account is not None:
+                caller.account.count_request()
             # Counted while it waits: else a burst would pass here, and be refused only after its bodies were read.
             self._service.admission.arriving += 1
             try:
@@ -116,7 +123,7 @@ class Gate:
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s on %s\n%s", type(error).__name__, route, where)
 
-    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes], caller: Caller) -> ApiError | None:
         service, keys = self._service, self._service.keys
         stranger = refused_caller(keys, service.local_only, path, headers)
         if stranger is not None:
@@ -139,8 +146,8 @@ class Gate:
                 return asleep()
             if not service.ready and not dozes:
                 return not_ready(retry_after_s=5 if service.draining else 1)
-            if path in ANSWER_ROUTES and service.admission.full:
-                return service.admission.refusal()
+            if path in ANSWER_ROUTES:
+                return service.early_refusal(caller, path not in TEXT_ROUTES)
         return None
 
 

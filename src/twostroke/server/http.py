@@ -29,7 +29,7 @@ from twostroke.server.openapi import adapter_route, admin_route, answer_route, d
 from twostroke.server.page import add_page
 from twostroke.server.service import Service
 from twostroke.server.tool_answers import chat_answer
-from twostroke.server.transfer import client_of, read_body, respond, respond_to
+from twostroke.server.transfer import caller_of, read_body, respond, respond_to
 
 
 def make_app(service: Service, batches: Batches | None = None, admin: bool = False) -> ASGIApp:
@@ -57,6 +57,9 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
         if service.kept is not None:
             service.metrics.show_kept(service.kept)
         service.metrics.restarts.set(service.client.restarts)
+        service.metrics.show_waiting(service.waiting)
+        service.metrics.show_keys(() if service.keys is None else service.keys.accounts)
+        service.metrics.usage_lost.set(0 if service.usage is None else service.usage.lost)
         stats = await service.client.stats()
         service.metrics.show_engines(service.client)
         return Response(service.metrics.render(stats), media_type=service.metrics.content_type)
@@ -72,29 +75,29 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
 
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
-        client = client_of(service, request)
-        parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), client)
+        caller = caller_of(request)
+        parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), caller.name)
 
         async def compute() -> CompletionAnswer:
-            return CompletionAnswer(service, await service.complete(parsed, started, client), parsed)
+            return CompletionAnswer(service, await service.complete(parsed, started, caller), parsed)
 
-        return await respond_to(service, request, client, parsed, parsed, compute, answer_events)
+        return await respond_to(service, request, caller.name, parsed, parsed, compute, answer_events)
 
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
-        client = client_of(service, request)
-        parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), client)
+        caller = caller_of(request)
+        parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), caller.name)
 
         async def compute() -> ChatAnswer:
-            return chat_answer(service, await service.chat(parsed, started, client), parsed)
+            return chat_answer(service, await service.chat(parsed, started, caller), parsed)
 
-        return await respond_to(service, request, client, parsed, parsed, compute, answer_events)
+        return await respond_to(service, request, caller.name, parsed, parsed, compute, answer_events)
 
     async def score(request: Request) -> Response:
         started = time.perf_counter()
-        client = client_of(service, request)
-        parsed = await service.parse(protocol.parse_score, await read_body(request, service.incoming), client)
-        return await respond(request, ScoreAnswer(service, await service.score(parsed, started, client)), service.outgoing)
+        caller = caller_of(request)
+        parsed = await service.parse(protocol.parse_score, await read_body(request, service.incoming), caller.name)
+        return await respond(request, ScoreAnswer(service, await service.score(parsed, started, caller)), service.outgoing)
 
     async def load_adapter(request: Request) -> Response:
         asked = protocol.parse_object(await read_body(request, service.incoming), protocol.LoadAdapter)

@@ -54,6 +54,8 @@ class ServeSettings:
     log_requests: bool = False
     response_cache: Path | None = None  # directory of answers; None: none are kept
     response_cache_bytes: int = 2**30
+    usage_log: Path | None = None  # a JSON line for each request; None: none is written
+    max_queued_tokens: int | None = None  # of prompts that wait; None: not bounded
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

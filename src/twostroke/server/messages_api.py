@@ -25,7 +25,7 @@ from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tokens_api import chat_ids
 from twostroke.server.tool_answers import finish_of
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import client_of, read_body, respond_to
+from twostroke.server.transfer import caller_of, read_body, respond_to
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_format": (),
@@ -418,28 +418,28 @@ def _require_thinking(service: Service, asked: CountRequest) -> None:
 
 
 async def messages(service: Service, request: Request) -> Response:
-    started, client = time.perf_counter(), client_of(service, request)
-    asked = await service.parse(parse_messages, await read_body(request, service.incoming), client)
+    started, caller = time.perf_counter(), caller_of(request)
+    asked = await service.parse(parse_messages, await read_body(request, service.incoming), caller.name)
     _require_thinking(service, asked)
     chat = asked.as_chat()
 
     async def compute() -> MessageAnswer:
         try:
-            return MessageAnswer(await service.chat(chat, started, client, always_objects=True))
+            return MessageAnswer(await service.chat(chat, started, caller, always_objects=True))
         except ApiError as error:
             raise renamed(error, CHAT_NAMES) from None
 
-    return await respond_to(service, request, client, asked, chat, compute, MessageAnswer.events)
+    return await respond_to(service, request, caller.name, asked, chat, compute, MessageAnswer.events)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    client = client_of(service, request)
-    asked = await service.parse(parse_count, await read_body(request, service.incoming), client)
+    caller = caller_of(request)
+    asked = await service.parse(parse_count, await read_body(request, service.incoming), caller.name)
     service.require_model(asked.model)
     _require_thinking(service, asked)
-    with service.place():
+    with service.place(caller):
         try:
-            ids = await chat_ids(service, asked.as_chat(), client)
+            ids = await chat_ids(service, asked.as_chat(), caller.name)
         except ApiError as error:
             raise renamed(error, CHAT_NAMES) from None
     return Response(ENCODER.encode({"input_tokens": len(ids)}), media_type="application/json")

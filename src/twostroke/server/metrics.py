@@ -4,16 +4,18 @@ request's headers are read to the moment its tokens are ready to be written."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twostroke.core.policy import MAX_ADAPTERS
 from twostroke.server.engine_client import Engines
+from twostroke.server.keys import Account, Used
 from twostroke.server.response_cache import ResponseCache
 from twostroke.server.served import peak_memory_bytes
+from twostroke.server.wait import Asked, Waiting
 
 disable_created_metrics()  # a second series beside each counter, which nothing here reads
 
@@ -110,6 +112,15 @@ CAPTURE_COUNTS: dict[str, tuple[str, str]] = {
 """Fields of ``capture.Counts``, with metric name and meaning."""
 
 
+_OF_KEYS = {
+    "requests": "Requests of a key that the engine worked on, since the server started.",
+    "refused": "Requests of a key that its limits refused.",
+    "prompt_tokens": "Prompt tokens of a key.",
+    "cached_tokens": "Those of them that were cached.",
+    "output_tokens": "Tokens generated for a key.",
+}
+
+
 class Metrics:
     """The metrics of one server, in a registry of its own: two servers in a process (as in tests) share no counts."""
 
@@ -132,6 +143,20 @@ class Metrics:
             ["latency", "prompt_tokens", "output_tokens"],
             registry=r,
         )
+        self.refused = Counter(
+            "twostroke_requests_refused", "Requests that were told to come back later, by why.", ["why"], registry=r
+        )
+        self.wait = Gauge(
+            "twostroke_predicted_wait_seconds", "Predicted wait of a prompt of one token that came now.", registry=r
+        )
+        self.wait_ratio = Gauge(
+            "twostroke_wait_ratio", "Running ratio of measured waits for a first token to planned ones.", registry=r
+        )
+        self.waiting_tokens = Gauge("twostroke_waiting_tokens", "Tokens of prompts that wait for a first token.", registry=r)
+        self.usage_lost = Gauge("twostroke_usage_lines_lost", "Lines that the usage log could not take.", registry=r)
+        self._of_keys = {
+            each.name: Gauge(f"twostroke_key_{each.name}", _OF_KEYS[each.name], ["key"], registry=r) for each in fields(Used)
+        }
         self.active = Gauge("twostroke_http_requests_active", "Answers admitted and not yet finished.", registry=r)
         self.ready = Gauge("twostroke_ready", "1 while the engine answers.", registry=r)
         self.peak_memory = Gauge("twostroke_http_peak_memory_bytes", "Most memory that the HTTP process has held.", registry=r)
@@ -183,6 +208,19 @@ class Metrics:
         self.e2e.observe(ended_s - started_s)
         if n_output > 1:
             self.tpot.observe((ended_s - first_s) / (n_output - 1))
+
+    def show_waiting(self, waiting: Waiting) -> None:
+        """Show the queue and what is predicted of it."""
+        self.waiting_tokens.set(waiting.tokens)
+        if waiting.predicts:
+            self.wait.set(waiting.first_token_s([Asked()]))
+            self.wait_ratio.set(waiting.ratio.mean)
+
+    def show_keys(self, accounts: Iterable[Account]) -> None:
+        """Show what each key has used, under its name."""
+        for account in accounts:
+            for name, gauge in self._of_keys.items():
+                gauge.labels(account.name).set(getattr(account.used, name))
 
     def render(self, engine: dict[str, float]) -> bytes:
         for field, gauge in self._engine.items():

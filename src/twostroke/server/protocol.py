@@ -131,6 +131,11 @@ class CommonRequest(ConstrainedRequest, forbid_unknown_fields=True, kw_only=True
         return max(self.n or 1, getattr(self, "best_of", None) or 1)
 
     @property
+    def asked(self) -> int | None:
+        """Most tokens of an answer, if the request says."""
+        return self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 

@@ -15,13 +15,14 @@ from twostroke.core.families import read_config, spec_from_config
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.adapters import adapters_in
 from twostroke.planner.serving.http import starts_over_http
-from twostroke.planner.serving.plan import plan_serving
+from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
 from twostroke.server.metrics import Metrics
 from twostroke.server.served import Served, peak_memory_bytes
+from twostroke.server.wait import PlannedSteps
 
 log = logging.getLogger("twostroke.server")
 
@@ -54,6 +55,8 @@ class ServeRecord:
 
     def __init__(self, directory: Path, settings: EngineSettings, adapters: Mapping[str, str] | None = None) -> None:
         self._shape: ServingShape | None = None
+        self._settings = settings
+        self._planned: ServingPlan | None = None
         inputs = {"directory": str(directory), **plain(settings)}
         plan = functools.partial(self._plan, directory, settings, [Path(each) for each in (adapters or {}).values()])
         self._run = recording("serve", directory.resolve().name, inputs, plan, log.warning)
@@ -69,6 +72,10 @@ class ServeRecord:
             known = {name: value for name, value in values.items() if value is not None}
             metrics.predict(known, self._shape.prompt_tokens, self._shape.output_tokens)
 
+    def steps(self) -> PlannedSteps | None:
+        """The planned seconds of the engine's steps, if there is a plan."""
+        return None if self._planned is None else PlannedSteps(self._planned, self._settings)
+
     def _plan(self, directory: Path, settings: EngineSettings, adapters: Sequence[Path]) -> Planned:
         if settings.replicas > 1:
             raise ConfigError("plans know one engine that has the machine to itself, not several (--replicas).")
@@ -82,7 +89,8 @@ class ServeRecord:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")
         self._shape = shape
-        values = plan_serving(spec, shape, hardware).prediction()
+        self._planned = plan_serving(spec, shape, hardware)
+        values = self._planned.prediction()
         return Planned(values | starts_over_http(values, hardware), hardware, {"shape": plain(shape)})
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:

@@ -23,7 +23,7 @@ from twostroke.server.logprobs import chat_logprobs
 from twostroke.server.service import Generation, Service
 from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import client_of, read_body, respond_to
+from twostroke.server.transfer import caller_of, read_body, respond_to
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -426,8 +426,8 @@ def _part(item: Item, text: str, scores: Any) -> dict[str, Any]:
 
 
 async def responses(service: Service, request: Request) -> Response:
-    started, client = time.perf_counter(), client_of(service, request)
-    asked = await service.parse(parse_responses, await read_body(request, service.incoming), client)
+    started, caller = time.perf_counter(), caller_of(request)
+    asked = await service.parse(parse_responses, await read_body(request, service.incoming), caller.name)
     try:
         chat = asked.as_chat()
     except ApiError as error:
@@ -435,11 +435,11 @@ async def responses(service: Service, request: Request) -> Response:
 
     async def compute() -> ResponseAnswer:
         try:
-            return ResponseAnswer(service, await service.chat(chat, started, client), asked)
+            return ResponseAnswer(service, await service.chat(chat, started, caller), asked)
         except ApiError as error:
             raise renamed(error, CHAT_NAMES) from None
 
-    return await respond_to(service, request, client, asked, chat, compute, ResponseAnswer.events)
+    return await respond_to(service, request, caller.name, asked, chat, compute, ResponseAnswer.events)
 
 
 ROUTES = {"/v1/responses": (responses, ResponsesRequest)}

@@ -24,7 +24,7 @@ import uvicorn
 from twostroke.core.families import read_spec
 from twostroke.data.chat import read_chat_template
 from twostroke.server import wire
-from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission, ApiKeys
+from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission
 from twostroke.server.batch.batches import Batches
 from twostroke.server.batch.store import opened_store
 from twostroke.server.capture import Capture
@@ -40,6 +40,7 @@ from twostroke.server.connections import (
 )
 from twostroke.server.engine_client import EngineClient, Engines
 from twostroke.server.http import make_app
+from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings, is_loopback, process_age_s
 from twostroke.server.record import ServeRecord
 from twostroke.server.redaction import Redaction, read_patterns
@@ -47,6 +48,8 @@ from twostroke.server.replicas import Replicas
 from twostroke.server.response_cache import opened_cache
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
+from twostroke.server.usage import UsageLog
+from twostroke.server.wait import Waiting
 
 KEEP_ALIVE_S = int(MAX_RETRY_AFTER_S) + 5
 """A caller that a 429 sends away for the longest time finds its connection open. With 5 s some of 1,280 callers returned just
@@ -74,6 +77,7 @@ def serve_model(
     """
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
     capture = None if settings.capture is None else opened_capture(settings.capture)
+    usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
     record = ServeRecord(settings.directory, replace(settings.engine, replicas=settings.replicas), settings.adapters)
@@ -86,7 +90,9 @@ def serve_model(
     async def run() -> dict[str, float]:
         client = engines_of(settings, child)
         local_only = is_loopback(listener_address[0])
-        service = Service(client, text, spec, settings.names, Admission(settings.max_concurrent), keys, local_only)
+        waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
+        admission = Admission(settings.max_concurrent)
+        service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting, usage=usage)
         service.kept = kept
         service.capture, service.log_requests = capture, settings.log_requests
         if capture is not None:
@@ -105,8 +111,9 @@ def serve_model(
         try:
             totals = runner.run(run())
         finally:
-            if capture is not None:
-                capture.close()
+            for log in (capture, usage):
+                if log is not None:
+                    log.close()
     record.stopped(totals)
     return totals
 

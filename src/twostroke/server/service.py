@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,9 +22,11 @@ from twostroke.data.pairs import PairEncoder
 from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, responses, wire
-from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission, ApiKeys, ByteBudget
+from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission, ByteBudget
+from twostroke.server.callers import NOBODY, Caller, read_timeout_of
 from twostroke.server.engine_client import EngineLostError, Engines, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
+from twostroke.server.keys import ApiKeys
 from twostroke.server.metrics import Metrics
 from twostroke.server.reasoning import ReasoningFormat
 from twostroke.server.response_cache import ResponseCache
@@ -34,6 +36,8 @@ from twostroke.server.text import ModelText, tokenizer_failed
 from twostroke.server.tool_calls import CallFormat
 from twostroke.server.tools import AskedTools, tools_of
 from twostroke.server.turns import LoopTurns, Turns
+from twostroke.server.usage import UsageLine, UsageLog
+from twostroke.server.wait import Asked, Ticket, Waiting
 
 if TYPE_CHECKING:
     from twostroke.server.capture import Capture
@@ -95,6 +99,7 @@ class Choice:
     prompt: Prompt
     scores: list[wire.TokenLogprobs]
     param: str
+    ticket: Ticket
     silent: bool = False
     n_output: int = 0
     finished: bool = False
@@ -174,6 +179,8 @@ class Service:
     parsing: Turns = field(default_factory=lambda: Turns("parse"))
     forms: Forms = field(default_factory=Forms)
     kept: ResponseCache | None = None
+    waiting: Waiting = field(default_factory=Waiting)
+    usage: UsageLog | None = None
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     def __post_init__(self) -> None:
@@ -232,6 +239,58 @@ class Service:
         """The client under whose name a request queues: its key's if there are keys, else its address."""
         return host if self.keys is None else ApiKeys.name(authorization)
 
+    def caller(self, headers: Mapping[bytes, bytes], host: str) -> Caller:
+        """Who sends these headers. Their key, where one is needed, has been checked."""
+        authorization = headers.get(b"authorization")
+        account = None if self.keys is None else self.keys.account(authorization)
+        return Caller(self.client_name(authorization, host), account, read_timeout_of(headers))
+
+    def early_refusal(self, caller: Caller, for_engine: bool) -> ApiError | None:
+        """Why a request is refused by its headers alone: there is no place, its key may not send another, or even a prompt of
+        one token would wait too long in the engine."""
+        if self.admission.full:
+            return self.refused("places", self.admission.refusal())
+        try:
+            if caller.account is not None:
+                caller.account.require()
+            if for_engine:
+                self.require_time([Asked(client=caller.name)], caller, caller.read_timeout_s, None)
+        except ApiError as error:
+            return error
+        return None
+
+    def refused(self, why: str, error: ApiError) -> ApiError:
+        """``error``, counted."""
+        self.metrics.refused.labels(why).inc()
+        return error
+
+    def require_time(
+        self, asked: Sequence[Asked], caller: Caller, first_s: float | None, whole: tuple[float, int] | None
+    ) -> None:
+        """Raises ApiError 429 if too many tokens wait, or if prompts that are handed over now are predicted to have their first
+        tokens more than ``first_s`` from now, or the answer its last one beyond ``whole``: (seconds, least tokens)."""
+        waiting = self.waiting
+        if not caller.limited:
+            return
+        if waiting.is_over(sum(each.new for each in asked)):
+            message = f"prompts of {waiting.tokens} tokens wait; at most {waiting.max_tokens} may. Try again later."
+            raise self.refused("queue", self.admission.too_late(message, "too_many_tokens", waiting.drained_s()))
+        if not waiting.predicts or (first_s is None and whole is None):
+            return
+        found_s, alone_s = waiting.first_token_s(asked), waiting.alone_s(asked)
+        for left_s, later_s, what in (
+            (first_s, 0.0, "first token"),
+            (whole and whole[0], waiting.later_s(whole[1] - 1, asked) if whole else 0.0, "answer"),
+        ):
+            if left_s is not None and found_s + later_s > left_s:
+                over_s = found_s + later_s - left_s
+                message = (
+                    f"the {what} is predicted to take up to {found_s + later_s:.3g} s, and the client waits "
+                    f"{max(0.0, left_s):.3g} s. Try again later, or allow more time."
+                )
+                may_retry = alone_s + later_s <= left_s  # else an empty server would take too long as well
+                raise self.refused("deadline", self.admission.too_late(message, "deadline_not_met", over_s, may_retry))
+
     async def parse(self, parse: Callable[[bytes], R], body: bytes, client: str = "") -> R:
         """Parse ``body``, in a thread if it is large. Raises ApiError 400, and 429 if too many large bodies wait."""
         if len(body) <= LARGE_BODY_BYTES:
@@ -240,7 +299,7 @@ class Service:
             raise self.admission.refusal()
         return await self.parsing.run(client, partial(parse, body))
 
-    async def complete(self, request: protocol.CompletionRequest, started: float, client: str = "") -> Generation:
+    async def complete(self, request: protocol.CompletionRequest, started: float, caller: Caller = NOBODY) -> Generation:
         """Hand every prompt of the request to the engine. Raises ApiError, after which the engine holds none of them."""
         self.require_model(request.model)
         self._check_tokens(request)
@@ -249,15 +308,19 @@ class Service:
             for given in prompts:  # too many token ids are refused before a loop over them
                 if isinstance(given, list):
                     self._room(len(given), request.max_tokens, "prompt")
-        generation = Generation(self, "cmpl", request, len(prompts), started, client)
+        generation, client = Generation(self, "cmpl", request, len(prompts), started, caller), caller.name
         special = request.add_special_tokens is not False
         n_scores, params = 0, None
         try:
             texts = [given for given in prompts if isinstance(given, str)]
             encoded = iter(await self._encode(texts, request, special, "prompt", client))
+            listed = []
             for given in prompts:
                 ids = self.checked(given) if isinstance(given, list) else next(encoded)
-                ids = ids[-(request.truncate_prompt_tokens or 0) :]
+                listed.append(ids[-(request.truncate_prompt_tokens or 0) :])
+                self._room(len(listed[-1]), request.max_tokens, "prompt")
+            generation.admit(listed, request.wanted_prompt_logprobs is None)
+            for given, ids in zip(prompts, listed, strict=True):
                 room = self._room(len(ids), request.max_tokens, "prompt")
                 wanted = min(protocol.DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
                 if params is None:  # once a request: 64 prompts × a thousand biases take 0.1 s to validate
@@ -276,13 +339,13 @@ class Service:
         return generation
 
     async def chat(
-        self, request: protocol.ChatRequest, started: float, client: str = "", always_objects: bool = False
+        self, request: protocol.ChatRequest, started: float, caller: Caller = NOBODY, always_objects: bool = False
     ) -> Generation:
         """Hand the conversation to the engine as one prompt. ``always_objects``: arguments of calls must be objects in JSON.
         Raises ApiError, after which the engine does not hold it."""
         self.require_model(request.model)
         self._check_tokens(request)
-        generation = Generation(self, "chatcmpl", request, 1, started, client)
+        generation, client = Generation(self, "chatcmpl", request, 1, started, caller), caller.name
         try:
             tools = self.asked_tools(request, always_objects)
             text, special = await self.rendered(request, client, tools)
@@ -290,6 +353,7 @@ class Service:
             ids = ids[-(request.truncate_prompt_tokens or 0) :]
             asked = request.asked
             room = self._room(len(ids), asked, "messages")
+            generation.admit([ids], request.prompt_logprobs is None)
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             if asked is None and logprobs is not None and not request.stream:
                 # The other half of the scores is for the prompt's.
@@ -329,7 +393,7 @@ class Service:
         return text, self.text.adds_special(request.add_special_tokens)
 
     async def embed(
-        self, request: protocol.CommonRequest, inputs: list[str | list[int]], started: float, client: str, at_once: int
+        self, request: protocol.CommonRequest, inputs: list[str | list[int]], started: float, caller: Caller, at_once: int
     ) -> tuple[Generation, list[list[int]]]:
         """A generation for the vectors of ``inputs``, to which none has been submitted, and their token ids. It has places for
         ``at_once`` of them. Raises ApiError."""
@@ -337,39 +401,59 @@ class Service:
         for given in inputs:  # too many token ids are refused before a loop over them
             if isinstance(given, list) and request.truncate_prompt_tokens is None:
                 self._room(len(given), None, "input")
-        generation = Generation(self, "embd", request, len(inputs), started, client, min(at_once, len(inputs)))
+        generation = Generation(self, "embd", request, len(inputs), started, caller, min(at_once, len(inputs)))
         try:
             texts = [given for given in inputs if isinstance(given, str)]
-            encoded = iter(await self._encode(texts, request, request.add_special_tokens is not False, "input", client))
+            encoded = iter(await self._encode(texts, request, request.add_special_tokens is not False, "input", caller.name))
             found = []
             for given in inputs:
                 ids = self.checked(given, "input") if isinstance(given, list) else next(encoded)
                 found.append(ids[-(request.truncate_prompt_tokens or 0) :])
                 self._room(len(found[-1]), None, "input")
+            generation.admit(found, cacheable=False)
         except BaseException:
             generation.close()
             raise
         return generation, found
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    def place(self, caller: Caller = NOBODY) -> Iterator[None]:
         """A place of the admission, for work that needs no engine. Raises ApiError 429 if all are taken."""
-        self.admission.enter(1)
+        self.enter(1, caller, "prompt")
         try:
             yield
         finally:
-            self.admission.leave(1)
+            self.leave(1, caller)
 
-    async def score(self, request: protocol.ScoreRequest, started: float, client: str = "") -> Generation:
+    def enter(self, n: int, caller: Caller, param: str) -> None:
+        """Take ``n`` places, of the server's and of the key's. Raises ApiError."""
+        account = caller.account if caller.limited else None
+        if account is not None:
+            account.enter(n, param)
+        try:
+            self.admission.enter(n, param)
+        except ApiError:
+            if account is not None:
+                account.leave(n)
+            raise
+
+    def leave(self, n: int, caller: Caller, took_s: float | None = None) -> None:
+        self.admission.leave(n, took_s)
+        if caller.account is not None and caller.limited:
+            caller.account.leave(n)
+
+    async def score(self, request: protocol.ScoreRequest, started: float, caller: Caller = NOBODY) -> Generation:
         """Hand every text of the request to the engine, to be scored. Raises ApiError, after which the engine holds none."""
         self.require_model(request.model)
         pairs, completion = protocol.scored_pairs(request), request.as_completion()
-        generation = Generation(self, "score", completion, len(pairs), started, client)
+        generation = Generation(self, "score", completion, len(pairs), started, caller)
         try:
-            sequences = await self._split(pairs, client)
+            sequences = await self._split(pairs, caller.name)
             _require_few(2 * sum(len(ids) - first for ids, first in sequences))
-            for ids, first in sequences:
+            for ids, _ in sequences:
                 self._room(len(ids), None, "text")
+            generation.admit([ids for ids, _ in sequences], cacheable=False)
+            for ids, first in sequences:
                 params = completion.sampling(1, None, completion.prompt_logprobs)
                 generation.submit(Prompt(ids, first=first), replace(params, prompt_logprobs_start=first), silent=True)
         except BaseException:
@@ -465,7 +549,7 @@ class Generation:
         request: protocol.CommonRequest,
         n_prompts: int,
         started: float,
-        client: str,
+        caller: Caller,
         n_places: int | None = None,
     ) -> None:
         if service.draining:
@@ -473,7 +557,7 @@ class Generation:
         if not service.client.ready:
             raise not_ready()
         n, n_places = request.n or 1, n_prompts * request.places if n_places is None else n_places
-        service.admission.enter(n_places, "n" if n > 1 else "prompt")
+        service.enter(n_places, caller, "n" if n > 1 else "prompt")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.model = request.model
         self.created = int(time.time())
@@ -490,8 +574,11 @@ class Generation:
         self._n_choices = n_prompts * n
         self.n_places = n_places
         self._started = started
-        self.client = client
+        self._caller = caller
+        self.client = caller.name
         self.kept: Kept | None = None
+        self._request = request
+        self._admitted = deque[tuple[Asked, list[bytes]]]()
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
         self._lora = None if request.model in service.names else request.model
@@ -502,6 +589,26 @@ class Generation:
         self._took_s: float | None = None
         self._finished = False
         self._closed = False
+
+    def admit(self, prompts: Sequence[Sequence[int]], cacheable: bool = True) -> None:
+        """Ask whether ``prompts``, which are handed over next in this order, may come now. ``cacheable``: they may begin with
+        what the cache holds. Raises ApiError 429 if they would wait too long, or the key's limit of tokens is reached."""
+        service, caller, request = self._service, self._caller, self._request
+        asked, keys = service.waiting.asked(prompts, request.places, self._priority, caller.name, self._lora or "", cacheable)
+        passed_s = time.perf_counter() - self._started
+        first_s = None if self._timeout_s is None else self._timeout_s - passed_s
+        whole = None
+        if caller.read_timeout_s is not None:
+            left_s = caller.read_timeout_s - passed_s
+            if request.stream:
+                first_s = left_s if first_s is None else min(first_s, left_s)
+            else:
+                least = (request.asked if request.ignore_eos else request.min_tokens) or 1
+                whole = left_s, least
+        service.require_time(asked, caller, first_s, whole)
+        if caller.account is not None and caller.limited:
+            caller.account.charge_prompt(sum(each.tokens for each in asked), self._param)
+        self._admitted.extend(zip(asked, keys, strict=True))
 
     def submit(self, prompt: Prompt, params: SamplingParams, silent: bool = False) -> None:
         """Hand one prompt to the engine, with ``params.n`` choices. Raises ApiError."""
@@ -515,15 +622,20 @@ class Generation:
             readers = [IncrementalDetokenizer.of(text.tokenizer, params, eos, prompt.ids, text.lengths) for _ in range(n)]
         except BaseException as error:
             raise tokenizer_failed(error) from None
+        if not self._admitted:
+            self.admit([prompt.ids])
         try:
             streams = service.client.submit(
-                prompt.ids, params, self._wake, self._priority, self.client, left_s, self._whole, self._lora
+                prompt.ids, params, self._wake, self._priority, self._caller.name, left_s, self._whole, self._lora
             )
         except TwostrokeError as error:
             raise api_error(error) from None
+        # What an adapter, a form or a search takes is no prompt's time, and a first token that was seen is compared.
+        plain = self._lora is None and params.constraint is None and not params.use_beam_search and params.pooling is None
+        ticket = service.waiting.hand(*self._admitted.popleft(), params.max_tokens, params.ignore_eos, plain)
         for stream, detokenizer in zip(streams, readers, strict=True):
             scores = streams[0].prompt_logprobs
-            self.choices.append(Choice(len(self.choices), stream, detokenizer, prompt, scores, self._param, silent))
+            self.choices.append(Choice(len(self.choices), stream, detokenizer, prompt, scores, self._param, ticket, silent))
         self.prompt_tokens += len(prompt.ids)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
@@ -538,10 +650,13 @@ class Generation:
                 if delta is not None:
                     if self._first is None:
                         self._first = choice.stream.first_s or time.perf_counter()
+                    if choice.ticket.first_s is None:
+                        self._service.waiting.began(choice.ticket)
                     if delta.finish_reason is not None:
                         self.reasons[delta.finish_reason] += 1
                     if self.kept is not None:
                         self.kept.deltas.append(delta)
+                        self._service.waiting.ended(choice.ticket, choice.n_output)
                     yield delta
             waiting = [choice for choice in waiting if not choice.finished]
 
@@ -580,12 +695,14 @@ class Generation:
         for choice in self.choices:
             if not choice.finished:
                 choice.stream.close()
+            self._service.waiting.gone(choice.ticket)
         metrics, totals, usage = self._service.metrics, self._service.totals, self.usage
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.finished.labels("complete" if complete else "cut short").inc()
         totals["requests"] += complete
         totals["prompt_tokens"] += usage.prompt_tokens
         totals["output_tokens"] += usage.completion_tokens
+        self._count(usage, complete, ended)
         if complete:
             if self.kept is not None and self._service.capture is not None:
                 self._service.capture.keep(self, self.kept.messages, self.kept.tools, self.kept.deltas)
@@ -599,9 +716,37 @@ class Generation:
             metrics.output_tokens.inc(usage.completion_tokens)
         self.choices = []
 
+    def _count(self, usage: responses.Usage, complete: bool, ended: float) -> None:
+        """Count what the key used, and write the line of the usage log."""
+        account, log = self._caller.account, self._service.usage
+        if not self.choices:
+            return  # refused before the engine had anything of it
+        if account is not None:
+            account.charge_output(usage.completion_tokens)
+            account.used.requests += 1
+            account.used.prompt_tokens += usage.prompt_tokens
+            account.used.cached_tokens += self.cached_tokens
+            account.used.output_tokens += usage.completion_tokens
+        if log is not None:
+            log.add(
+                UsageLine(
+                    time.time(),
+                    self.id,
+                    None if account is None else account.name,
+                    self.model,
+                    "complete" if complete else "cut short",
+                    usage.prompt_tokens,
+                    self.cached_tokens,
+                    usage.completion_tokens,
+                    dict(self.reasons),
+                    None if self._first is None else self._first - self._started,
+                    ended - self._started,
+                )
+            )
+
     def close(self) -> None:
         """Finish, and give the places back to the admission. A second call does nothing."""
         self.finish()
         if not self._closed:
             self._closed = True
-            self._service.admission.leave(self.n_places, self._took_s)
+            self._service.leave(self.n_places, self._caller, self._took_s)

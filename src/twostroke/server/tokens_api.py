@@ -11,7 +11,7 @@ from twostroke.server import protocol
 from twostroke.server.answers import ENCODER
 from twostroke.server.errors import bad_request
 from twostroke.server.service import Service
-from twostroke.server.transfer import client_of, read_body
+from twostroke.server.transfer import caller_of, read_body
 
 NEUTRAL = {
     "add_generation_prompt": (True,),
@@ -62,18 +62,18 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    client = client_of(service, request)
-    asked = await service.parse(parse_tokenize, await read_body(request, service.incoming), client)
+    caller = caller_of(request)
+    asked = await service.parse(parse_tokenize, await read_body(request, service.incoming), caller.name)
     if asked.model is not None:
         service.require_model(asked.model)
     special = asked.add_special_tokens
-    with service.place():
+    with service.place(caller):
         if asked.messages is None:
             text = asked.prompt or ""
-            (ids,) = await service.text.encode([text], "prompt", special is not False, client, may_be_empty=True)
+            (ids,) = await service.text.encode([text], "prompt", special is not False, caller.name, may_be_empty=True)
         else:
             chat = protocol.ChatRequest(model=asked.model or "", messages=asked.messages, add_special_tokens=special)
-            ids = await chat_ids(service, chat, client)
+            ids = await chat_ids(service, chat, caller.name)
         answer: dict[str, Any] = {
             "count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": None,
         }  # fmt: skip
@@ -83,13 +83,13 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    client = client_of(service, request)
-    asked = await service.parse(parse_detokenize, await read_body(request, service.incoming), client)
+    caller = caller_of(request)
+    asked = await service.parse(parse_detokenize, await read_body(request, service.incoming), caller.name)
     if asked.model is not None:
         service.require_model(asked.model)
     ids = service.checked(asked.tokens, "tokens") if asked.tokens else []
-    with service.place():
-        text = await service.text.decode(ids, client)
+    with service.place(caller):
+        text = await service.text.decode(ids, caller.name)
     return Response(ENCODER.encode({"prompt": text}), media_type="application/json")
 
 

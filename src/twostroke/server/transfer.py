@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import ByteBudget
 from twostroke.server.answers import Answer, whole_answer
+from twostroke.server.callers import CALLER, Caller
 from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
@@ -35,10 +36,10 @@ def abort_of(scope: Scope) -> Callable[[], None]:
     return abort
 
 
-def client_of(service: Service, request: Request) -> str:
-    """The name under which a request queues."""
-    host = "" if request.client is None else request.client.host
-    return service.client_name(dict(request.scope["headers"]).get(b"authorization"), host)
+def caller_of(request: Request) -> Caller:
+    """Who sent a request, as the gate found out."""
+    found: Caller = request.scope[CALLER]
+    return found
 
 
 async def read_body(request: Request, incoming: ByteBudget) -> bytes:

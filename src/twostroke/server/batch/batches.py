@@ -23,6 +23,7 @@ from twostroke.server.batch.journal import Journal
 from twostroke.server.batch.lines import BatchInput, Fault, Marks, Url, read_input
 from twostroke.server.batch.runner import BatchRunner
 from twostroke.server.batch.store import FileRecord, FileStore
+from twostroke.server.callers import Caller
 from twostroke.server.errors import ApiError, bad_request
 from twostroke.server.metrics import Metrics
 from twostroke.server.protocol import MAX_PRIORITY
@@ -241,7 +242,7 @@ class Batches:
             ]
             runner = BatchRunner(
                 self._behind, given, marks, record.created_at, output, errors, at_once=self._at_once, priority=MAX_PRIORITY,
-                client=f"batch {record.owner}", on_line=lambda: _count(record, given, output, errors),
+                caller=self._caller(record), on_line=lambda: _count(record, given, output, errors),
             )  # fmt: skip
             _count(record, given, output, errors)
             if record.in_progress_at is None:
@@ -271,6 +272,11 @@ class Batches:
         else:
             record.status, record.completed_at = "completed", now
         await self._save(record)
+
+    def _caller(self, record: BatchRecord) -> Caller:
+        keys = self._service.keys
+        account = None if keys is None else keys.owned(record.owner)
+        return Caller(f"batch {record.owner}", account, limited=False)
 
     async def _until_stopped(self, record: BatchRecord, runner: BatchRunner) -> None:
         """Until all is done, the batch is cancelled, or its window has ended. Raises what ``runner`` raises."""

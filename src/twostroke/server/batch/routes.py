@@ -13,13 +13,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from twostroke.server import protocol
-from twostroke.server.admission import ApiKeys
 from twostroke.server.answers import ENCODER
 from twostroke.server.batch.batches import Batches, BatchRecord, CreateBatch, shown
 from twostroke.server.batch.multipart import FormReader, Head
 from twostroke.server.batch.store import FileRecord, Upload
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, bad_request
+from twostroke.server.keys import ApiKeys
 from twostroke.server.openapi import adapter_route, errors
 from twostroke.server.service import Service
 from twostroke.server.transfer import PIECE_BYTES, read_body

@@ -13,6 +13,7 @@ from twostroke.server import protocol
 from twostroke.server.answers import Answer, CompletionAnswer, ScoreAnswer, whole_answer
 from twostroke.server.batch.journal import Journal
 from twostroke.server.batch.lines import BatchInput, Marks, Request
+from twostroke.server.callers import NOBODY, Caller
 from twostroke.server.errors import ApiError, bad_request, encode_error
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
 from twostroke.server.service import Generation, Service
@@ -50,19 +51,19 @@ _ROUTES: dict[str, _Route] = {
 }  # fmt: skip
 
 
-async def begun(service: Service, request: Request, marks: Marks, priority: int = 0, client: str = "") -> Answer:
+async def begun(service: Service, request: Request, marks: Marks, priority: int = 0, caller: Caller = NOBODY) -> Answer:
     """The answer to ``request``, whose generation the engine has begun and which must be closed. Raises ApiError, after which
     the engine holds nothing of it."""
     parse, start, answer = _ROUTES[request.url]
     if len(memoryview(request.body)) > MAX_BODY_BYTES:
         raise too_large()
-    parsed = await service.parse(parse, bytes(request.body), client)
+    parsed = await service.parse(parse, bytes(request.body), caller.name)
     if getattr(parsed, "stream", None):
         raise bad_request("the answers of a batch are not streamed. Use stream=false.", "stream", "unsupported_value")
     if isinstance(parsed, protocol.CommonRequest) and parsed.seed is None:
         parsed.seed = marks.seed
     parsed.priority = max(parsed.priority or 0, priority)
-    generation: Generation = await start(service, parsed, time.perf_counter(), client)
+    generation: Generation = await start(service, parsed, time.perf_counter(), caller)
     return answer(service, generation, parsed)
 
 
@@ -76,12 +77,12 @@ class BatchRunner:
 
     def __init__(
         self, service: Service, given: BatchInput, marks: Callable[[str], Marks], created: int, output: Journal,
-        errors: Journal, *, at_once: Callable[[], int], priority: int = 0, client: str = "",
+        errors: Journal, *, at_once: Callable[[], int], priority: int = 0, caller: Caller = NOBODY,
         on_line: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._service, self._given, self._marks, self._created = service, given, marks, created
         self._output, self._errors = output, errors
-        self._at_once, self._priority, self._client, self._on_line = at_once, priority, client, on_line
+        self._at_once, self._priority, self._caller, self._on_line = at_once, priority, caller, on_line
         self._losses: dict[int, int] = {}
         self.reasons: Counter[str] = Counter()  # why answers ended
 
@@ -153,7 +154,7 @@ class BatchRunner:
         return "done"
 
     async def _answer(self, request: Request, marks: Marks) -> list[bytes]:
-        answer = await begun(self._service, request, marks, self._priority, self._client)
+        answer = await begun(self._service, request, marks, self._priority, self._caller)
         generation = answer.generation
         try:
             generation.id = f"{generation.id.partition('-')[0]}-{marks.hexadecimal}"

@@ -22,10 +22,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from twostroke.server.admission import INCOMING_BYTES, ApiKeys, ByteBudget
+from twostroke.server.admission import INCOMING_BYTES, ByteBudget
 from twostroke.server.connections import ClientGoneError
 from twostroke.server.errors import ApiError, encode_error
 from twostroke.server.gate import ANSWER_ROUTES, MAX_BODY_BYTES, refused_caller, too_large
+from twostroke.server.keys import ApiKeys
 from twostroke.server.router.endpoint import Endpoint, Sent, block_keys, choose, prompt_text
 from twostroke.server.router.health import Watch
 from twostroke.server.transfer import abort_of, read_body, while_open

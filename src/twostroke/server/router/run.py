@@ -12,8 +12,8 @@ import httpx
 import uvicorn
 
 from twostroke.core.errors import ConfigError
-from twostroke.server.admission import ApiKeys
 from twostroke.server.connections import BACKLOG, UNSENT_BYTES, Connections, guarded, protocol_base, raise_file_limit, say_once
+from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import is_loopback
 from twostroke.server.router.endpoint import Endpoint
 from twostroke.server.router.health import Watch

@@ -1,0 +1,35 @@
+"""Who sends a request, and how long its client waits for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twostroke.server.keys import Account
+
+READ_TIMEOUT = b"x-stainless-read-timeout"
+"""Header in which OpenAI's and Anthropic's clients say after how many seconds without a byte they give up."""
+CALLER = "twostroke.caller"
+"""Name in a request's scope of its ``Caller``."""
+_SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """``name``: under which its requests take turns. ``account``: of its key, if it sent one. ``read_timeout_s``: after which
+    its client gives up if nothing comes. Requests of a batch are not ``limited``: they are behind all others, and wait."""
+
+    name: str = ""
+    account: Account | None = None
+    read_timeout_s: float | None = None
+    limited: bool = True
+
+
+NOBODY = Caller()
+
+
+def read_timeout_of(headers: Mapping[bytes, bytes]) -> float | None:
+    """Seconds that the client waits for a byte, if it says so. What is not a number above 0 says nothing."""
+    given = headers.get(READ_TIMEOUT, b"").strip()
+    return (float(given) or None) if _SECONDS.fullmatch(given) else None
