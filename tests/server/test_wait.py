@@ -98,6 +98,8 @@ def test_without_a_place_an_answer_must_end_first() -> None:
     assert predicted(waiting, 10) == pytest.approx(20 * STEP_S + 0.01 + 1.5 * STEP_S)
     hand(waiting, 10)
     assert predicted(waiting, 10) == pytest.approx(60 * STEP_S + 0.02 + 1.5 * STEP_S)
+    hand(waiting, 10)  # which takes the place that comes free first, for the one token that answers have had so far
+    assert predicted(waiting, 10) == pytest.approx((20 + 1) * STEP_S + 0.03 + 1.5 * STEP_S)
 
 
 def test_without_pages_an_answer_must_end_first() -> None:
@@ -176,7 +178,7 @@ def test_nothing_is_kept_of_what_has_ended_in_any_way() -> None:
         waiting.gone(ticket)
         waiting.gone(ticket)
         waiting.began(ticket)
-    assert (waiting._waiting, waiting._decoding, waiting.tokens) == ({}, {}, 0)
+    assert (waiting._waiting, waiting._queues, waiting._decoding, waiting.tokens) == ({}, {}, {}, 0)
 
 
 @pytest.mark.parametrize("n", [1, 4, 12, 40])

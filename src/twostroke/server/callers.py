@@ -18,12 +18,14 @@ _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 @dataclass(frozen=True)
 class Caller:
     """``name``: under which its requests take turns. ``account``: of its key, if it sent one. ``read_timeout_s``: after which
-    its client gives up if nothing comes. Requests of a batch are not ``limited``: they are behind all others, and wait."""
+    its client gives up if nothing comes; ``came_s``: when the headers were read. Requests of a batch are not ``limited``: they
+    are behind all others, and wait."""
 
     name: str = ""
     account: Account | None = None
     read_timeout_s: float | None = None
     limited: bool = True
+    came_s: float | None = None
 
 
 NOBODY = Caller()

@@ -213,7 +213,9 @@ async def run_server(
     engine = asyncio.create_task(service.client.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
     loaded = asyncio.create_task(service.client.wait_loaded())
-    watch = asyncio.create_task(connections.watch())
+    watches = [asyncio.create_task(connections.watch())]
+    if service.waiting.steps is not None:
+        watches.append(asyncio.create_task(service.waiting.watch_lag()))
     try:
         await asyncio.wait({engine, http, loaded}, return_when=asyncio.FIRST_COMPLETED)
         while not server.started and not http.done():
@@ -230,7 +232,7 @@ async def run_server(
         if on_end is not None and loaded.done() and not engine.done():
             on_end(await service.client.stats())
     finally:
-        for task in (loaded, watch, *behind):
+        for task in (loaded, *watches, *behind):
             task.cancel()
         await asyncio.gather(*behind, return_exceptions=True)  # they sync what they wrote
         service.client.close()

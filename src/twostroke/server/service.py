@@ -243,7 +243,8 @@ class Service:
         """Who sends these headers. Their key, where one is needed, has been checked."""
         authorization = headers.get(b"authorization")
         account = None if self.keys is None else self.keys.account(authorization)
-        return Caller(self.client_name(authorization, host), account, read_timeout_of(headers))
+        name, came_s = self.client_name(authorization, host), time.perf_counter()
+        return Caller(name, account, read_timeout_of(headers), came_s=came_s)
 
     def early_refusal(self, caller: Caller, for_engine: bool) -> ApiError | None:
         """Why a request is refused by its headers alone: there is no place, its key may not send another, or even a prompt of
@@ -595,11 +596,11 @@ class Generation:
         what the cache holds. Raises ApiError 429 if they would wait too long, or the key's limit of tokens is reached."""
         service, caller, request = self._service, self._caller, self._request
         asked, keys = service.waiting.asked(prompts, request.places, self._priority, caller.name, self._lora or "", cacheable)
-        passed_s = time.perf_counter() - self._started
-        first_s = None if self._timeout_s is None else self._timeout_s - passed_s
+        now_s = time.perf_counter()
+        first_s = None if self._timeout_s is None else self._timeout_s - (now_s - self._started)
         whole = None
         if caller.read_timeout_s is not None:
-            left_s = caller.read_timeout_s - passed_s
+            left_s = caller.read_timeout_s - (now_s - (caller.came_s or self._started))
             if request.stream:
                 first_s = left_s if first_s is None else min(first_s, left_s)
             else:

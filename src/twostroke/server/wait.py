@@ -8,6 +8,7 @@ first token that comes, and the running ratio of the two corrects the next predi
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import math
 import time
@@ -37,6 +38,11 @@ FORGOTTEN_S = 10.0
 and a ratio that was high once would otherwise refuse for ever."""
 CONTEXT_GRAIN = 64
 """Contexts are rounded to so many tokens, which bounds the step times that are kept."""
+LAG_TICK_S, LAG_KEPT = 0.05, 0.95
+"""How often this process looks how late it is itself, and what a tick later counts of that: half of it in 0.7 s."""
+FRESH_S = 0.005
+"""For so long what is known of the answers under way is used again, unless one begins or ends. Under overload thousands of
+requests a second ask."""
 KNOWN_PAGES = 2**16
 """Most pages of prompts that are remembered as cached: of a million tokens, in some 10 MB."""
 
@@ -188,8 +194,11 @@ class Waiting:
     ) -> None:
         self.steps, self.max_tokens, self._separate, self._clock = steps, max_tokens, separate, clock
         self.ratio = Ratio()
+        self.lag_s = 0.0  # by which this process is late, at its worst lately
         self._waiting: dict[Ticket, None] = {}
+        self._queues: dict[tuple[int, str], _Queue] = {}  # of those that wait, by priority and client
         self._decoding: dict[Ticket, None] = {}
+        self._seen: _Decoding | None = None
         self._prefixes = KnownPrefixes()
         self._share, self._length = 1.0, 1.0  # of ``most`` that answers have, and their tokens
 
@@ -216,14 +225,15 @@ class Waiting:
         predicted_s = self._seconds([asked]) if compares and self.steps is not None else None
         ticket = Ticket(asked, most, is_certain, self._clock(), predicted_s, keys, asked.answers)
         self._waiting[ticket] = None
+        self._queues.setdefault((asked.priority, asked.client), _Queue()).add(asked)
         return ticket
 
     def began(self, ticket: Ticket) -> None:
         """Its first token has come."""
-        if ticket not in self._waiting:
+        if not self._leave_queue(ticket):
             return
-        del self._waiting[ticket]
         self._decoding[ticket] = None
+        self._seen = None
         ticket.first_s = now_s = self._clock()
         self._prefixes.add(ticket.keys)
         if ticket.predicted_s:
@@ -232,6 +242,7 @@ class Waiting:
     def ended(self, ticket: Ticket, n_output: int) -> None:
         """One of its answers is complete."""
         ticket.left -= 1
+        self._seen = None
         weight = 1 / MEMORY
         self._share += weight * (min(1.0, n_output / max(1, ticket.most)) - self._share)
         self._length += weight * (n_output - self._length)
@@ -240,15 +251,28 @@ class Waiting:
 
     def gone(self, ticket: Ticket) -> None:
         """The engine has it no longer. A second call does nothing."""
-        self._waiting.pop(ticket, None)
-        self._decoding.pop(ticket, None)
+        self._leave_queue(ticket)
+        if ticket in self._decoding:
+            del self._decoding[ticket]
+            self._seen = None
+
+    def _leave_queue(self, ticket: Ticket) -> bool:
+        """Whether it was in one."""
+        if ticket not in self._waiting:
+            return False
+        del self._waiting[ticket]
+        key = ticket.asked.priority, ticket.asked.client
+        self._queues[key].take(ticket.asked)
+        if not self._queues[key].n:
+            del self._queues[key]
+        return True
 
     # -- what is asked
 
     @property
     def tokens(self) -> int:
         """Tokens of prompts that wait for their first token, without those that are known to be cached."""
-        return sum(ticket.asked.new for ticket in self._waiting)
+        return round(sum(queue.new for queue in self._queues.values()))
 
     def is_over(self, new: int) -> bool:
         """Whether ``new`` tokens more would be too many. A prompt that finds no other waiting is never too long."""
@@ -256,7 +280,7 @@ class Waiting:
 
     def drained_s(self) -> float:
         """Planned seconds of the prompts that wait, or one without a plan."""
-        return self.ratio.mean * sum(ticket.asked.prompt_s for ticket in self._waiting) if self.predicts else 1.0
+        return self.ratio.mean * sum(queue.seconds for queue in self._queues.values()) if self.predicts else 1.0
 
     @property
     def predicts(self) -> bool:
@@ -264,8 +288,16 @@ class Waiting:
         return self.steps is not None and self.ratio.n >= TRUSTED
 
     def first_token_s(self, asked: Sequence[Asked]) -> float:
-        """Seconds after which most requests for ``asked``, prompts that come together, have their first tokens."""
-        return self.ratio.upper(self._clock()) * self._seconds(asked)
+        """Seconds after which most requests for ``asked``, prompts that come together, have their first tokens. What this
+        process is late by, a request meets twice: before it is read, and before its token is sent."""
+        return self.ratio.upper(self._clock()) * self._seconds(asked) + 2 * self.lag_s
+
+    async def watch_lag(self) -> None:
+        """Look how late this process is, until cancelled."""
+        while True:
+            before_s = self._clock()
+            await asyncio.sleep(LAG_TICK_S)
+            self.lag_s = max(self._clock() - before_s - LAG_TICK_S, LAG_KEPT * self.lag_s)
 
     def alone_s(self, asked: Sequence[Asked]) -> float:
         """The same if nothing was ahead of them."""
@@ -275,28 +307,29 @@ class Waiting:
         """Seconds of ``tokens`` more of each answer."""
         if self.steps is None or tokens <= 0:
             return 0.0
-        answers = self._n_decoding + sum(each.answers for each in asked)
-        context = self._context(self._written())
-        return self.ratio.mean * tokens * self.steps.decode_s(min(answers, self.steps.max_running), context)
+        seen = self._look()
+        answers = seen.answers + sum(each.answers for each in asked)
+        return self.ratio.mean * tokens * self.steps.decode_s(min(answers, self.steps.max_running), seen.context)
 
-    @property
-    def _n_decoding(self) -> int:
-        return sum(ticket.left for ticket in self._decoding)
-
-    def _written(self) -> dict[Ticket, float]:
-        """Tokens of each answer so far, by the time: of an answer that is not streamed nothing else is known."""
-        assert self.steps is not None
-        step_s = self.ratio.mean * self.steps.decode_s(min(max(1, self._n_decoding), self.steps.max_running), 0.0)
-        now_s = self._clock()
-        return {
-            ticket: min(float(ticket.most), (now_s - (ticket.first_s or now_s)) / step_s) if step_s > 0 else 0.0
-            for ticket in self._decoding
-        }
-
-    @staticmethod
-    def _context(written: dict[Ticket, float]) -> float:
-        """Tokens before an answer's next one, on average."""
-        return sum(ticket.asked.tokens + n for ticket, n in written.items()) / len(written) if written else 0.0
+    def _look(self) -> _Decoding:
+        """The answers under way. How far each is follows from the time: of one that is not streamed nothing else is known."""
+        steps, now_s = self.steps, self._clock()
+        if self._seen is not None and now_s - self._seen.at_s < FRESH_S:
+            return self._seen
+        assert steps is not None
+        answers = sum(ticket.left for ticket in self._decoding)
+        step_s = self.ratio.mean * steps.decode_s(min(max(1, answers), steps.max_running), 0.0)
+        ends, total, held = [], 0.0, 0.0
+        for ticket in self._decoding:
+            most = float(ticket.most)
+            written = min(most, (now_s - (ticket.first_s or now_s)) / step_s) if step_s > 0 else 0.0
+            pages = ticket.asked.tokens + ticket.left * written
+            ends.append((max(1.0, (most if ticket.is_certain else most * self._share) - written), ticket.left, pages))
+            total, held = total + ticket.asked.tokens + written, held + pages
+        context = total / len(ends) if ends else 0.0
+        step_s = steps.decode_s(min(answers, steps.max_running), context)
+        self._seen = _Decoding(now_s, answers, context, step_s, held, sorted(ends))
+        return self._seen
 
     def _seconds(self, asked: Sequence[Asked]) -> float:
         """Planned seconds to the last first token of ``asked``, without the correction."""
@@ -305,65 +338,73 @@ class Waiting:
         own = _Queue()
         for each in asked:
             own.add(each)
-        mine_s, others, before = own.seconds, dict[str, _Queue](), _Queue()
-        for ticket in self._waiting:
-            there = ticket.asked
-            if there.priority < one.priority:
-                before.add(there)
-            elif there.priority == one.priority and there.client == one.client:
-                own.add(there)
-            elif there.priority == one.priority:
-                others.setdefault(there.client, _Queue()).add(there)
+        mine_s, others, before = own.seconds, list[_Queue](), _Queue()
+        for (priority, client), queue in self._queues.items():
+            if priority < one.priority:
+                before.add_share(queue, 1.0)
+            elif priority == one.priority and client == one.client:
+                own.add_share(queue, 1.0)
+            elif priority == one.priority:
+                others.append(queue)
         # Clients take turns: of another's prompts as much is ahead as this client has waiting with these.
-        for queue in others.values():
+        for queue in others:
             before.add_share(queue, 1.0 if queue.seconds <= own.seconds else own.seconds / queue.seconds)
         ahead_s = before.seconds + own.seconds - mine_s
         answers, tokens = before.answers + own.answers, before.tokens + own.tokens
-        decoding, written = self._n_decoding, self._written()
-        context = self._context(written)
-        step_s = steps.decode_s(min(decoding, steps.max_running), context)
-        n_steps = math.ceil((before.new + own.new) / max(1, steps.token_budget - decoding))
-        room_s = self._steps_to_room(answers, tokens, written) * (step_s or steps.decode_s(1, context))
-        return room_s + ahead_s + mine_s + (n_steps + 0.5) * step_s
+        seen = self._look()
+        n_steps = math.ceil((before.new + own.new) / max(1, steps.token_budget - seen.answers))
+        room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or steps.decode_s(1, seen.context))
+        return room_s + ahead_s + mine_s + (n_steps + 0.5) * seen.step_s
 
-    def _steps_to_room(self, answers: float, tokens: float, written: dict[Ticket, float]) -> float:
-        """Steps until so many answers more, with so many tokens, have a place in a step and pages."""
+    def _steps_to_room(self, answers: float, tokens: float, seen: _Decoding) -> float:
+        """Steps until so many answers more, with so many tokens, have a place in a step and pages. Those that take a place that
+        comes free are as long as answers were lately, and free it again."""
         steps = self.steps
         assert steps is not None
-        places = self._n_decoding + answers - steps.max_running
-        held = {ticket: ticket.asked.tokens + ticket.left * n for ticket, n in written.items()}
-        pages = sum(held.values()) + tokens - steps.cache_tokens
-        if places <= 0 and pages <= 0:
+        places, pages = seen.answers + answers - steps.max_running, seen.held + tokens - steps.cache_tokens
+        if (places <= 0 and pages <= 0) or not seen.ends:
             return 0.0
-        to_end = {ticket: self._to_end(ticket, n) for ticket, n in written.items()}
-        passed = 0.0
-        for ticket in sorted(to_end, key=to_end.__getitem__):
-            passed = to_end[ticket]
-            places, pages = places - ticket.left, pages - held[ticket]
+        rounds = max(0.0, (places - 1) // seen.answers, (pages - 1) // seen.held if pages > 0 else 0.0)
+        places, pages, passed = places - rounds * seen.answers, pages - rounds * seen.held, 0.0
+        for to_end, left, held in seen.ends:
             if places <= 0 and pages <= 0:
-                return passed
-        rounds = max(places / steps.max_running, pages / max(1.0, steps.cache_tokens))
-        return passed + math.ceil(rounds) * self._length if self._decoding else 0.0
+                break
+            places, pages, passed = places - left, pages - held, to_end
+        return passed + rounds * self._length
 
-    def _to_end(self, ticket: Ticket, written: float) -> float:
-        expected = ticket.most if ticket.is_certain else ticket.most * self._share
-        return max(1.0, expected - written)
+
+class _Decoding(NamedTuple):
+    """The answers under way at a moment: how many, tokens before their next one on average, planned seconds of their step,
+    tokens in the cache. ``ends``: of each prompt's answers the steps to their end, how many they are, and their tokens; those
+    that end first come first."""
+
+    at_s: float
+    answers: int
+    context: float
+    step_s: float
+    held: float
+    ends: list[tuple[float, int, float]]
 
 
 @dataclass
 class _Queue:
     """Prompts together."""
 
+    n: int = 0
     seconds: float = 0.0
     new: float = 0.0
     tokens: float = 0.0
     answers: float = 0.0
 
-    def add(self, asked: Asked) -> None:
-        self.seconds += asked.prompt_s
-        self.new += asked.new
-        self.tokens += asked.tokens
-        self.answers += asked.answers
+    def add(self, asked: Asked, sign: int = 1) -> None:
+        self.n += sign
+        self.seconds += sign * asked.prompt_s
+        self.new += sign * asked.new
+        self.tokens += sign * asked.tokens
+        self.answers += sign * asked.answers
+
+    def take(self, asked: Asked) -> None:
+        self.add(asked, -1)
 
     def add_share(self, other: _Queue, share: float) -> None:
         self.seconds += share * other.seconds
