@@ -21,6 +21,8 @@ TOKEN_S, STEP_S = 1e-3, 0.01
 class PlainSteps:
     """A prompt's token takes a millisecond, a step ten, whatever is in it."""
 
+    engines = 1
+
     def __init__(self, max_running: int = 8, token_budget: int = 100, cache_tokens: float = math.inf) -> None:
         self.max_running, self.token_budget, self.cache_tokens = max_running, token_budget, cache_tokens
 
@@ -110,6 +112,19 @@ def test_without_pages_an_answer_must_end_first() -> None:
     assert predicted(waiting, 10) == pytest.approx(0.01 + 1.5 * STEP_S)
     waiting.gone(ticket)
     assert predicted(waiting, 20) == pytest.approx(0.02)
+
+
+def test_several_engines_share_what_is_ahead_and_each_has_its_places() -> None:
+    waiting, _ = waiting_of(max_running=1)
+    assert isinstance(waiting.steps, PlainSteps)
+    waiting.steps.engines = 2
+    hand(waiting, 100)
+    assert predicted(waiting, 10) == pytest.approx(0.05 + 0.01)
+    for ticket in [*waiting._waiting]:
+        waiting.began(ticket)
+    assert predicted(waiting, 10) == pytest.approx(0.01 + 1.5 * STEP_S), "the other engine has a place"
+    waiting.began(hand(waiting, 10, most=40))
+    assert predicted(waiting, 10) == pytest.approx(40 * STEP_S + 0.01 + 1.5 * STEP_S)
 
 
 def test_answers_are_expected_as_long_as_others_were() -> None:

@@ -74,7 +74,7 @@ class ServeRecord:
 
     def steps(self) -> PlannedSteps | None:
         """The planned seconds of the engine's steps, if there is a plan."""
-        return None if self._planned is None else PlannedSteps(self._planned, self._settings)
+        return None if self._planned is None else PlannedSteps(self._planned, self._settings, self._settings.replicas)
 
     def _plan(self, directory: Path, settings: EngineSettings, adapters: Sequence[Path]) -> Planned:
         if settings.replicas > 1:

@@ -50,6 +50,8 @@ KNOWN_PAGES = 2**16
 class Steps(Protocol):
     """Seconds of the engine's steps as they are expected, and what it has room for."""
 
+    engines: int
+    """Of each of them is what follows."""
     max_running: int
     token_budget: int
     cache_tokens: float
@@ -64,10 +66,10 @@ class Steps(Protocol):
 
 
 class PlannedSteps:
-    """Those of a plan."""
+    """Those of a plan, for each of ``engines`` alike."""
 
-    def __init__(self, plan: ServingPlan, settings: EngineSettings) -> None:
-        self.max_running, self.token_budget = settings.max_running, settings.token_budget
+    def __init__(self, plan: ServingPlan, settings: EngineSettings, engines: int = 1) -> None:
+        self.engines, self.max_running, self.token_budget = engines, settings.max_running, settings.token_budget
         self.cache_tokens = float(plan.pages * PAGE_TOKENS)
         self._steps = StepTable(strategy_of(plan.spec, plan.shape, plan.hardware).step_seconds)
         longest = min(settings.max_model_len or plan.spec.max_positions, plan.spec.max_positions)
@@ -309,7 +311,12 @@ class Waiting:
             return 0.0
         seen = self._look()
         answers = seen.answers + sum(each.answers for each in asked)
-        return self.ratio.mean * tokens * self.steps.decode_s(min(answers, self.steps.max_running), seen.context)
+        return self.ratio.mean * tokens * self._step_s(answers, seen.context)
+
+    def _step_s(self, answers: float, context: float) -> float:
+        """Planned seconds of a step of one engine, if all together have so many answers under way."""
+        assert self.steps is not None
+        return self.steps.decode_s(min(math.ceil(answers / self.steps.engines), self.steps.max_running), context)
 
     def _look(self) -> _Decoding:
         """The answers under way. How far each is follows from the time: of one that is not streamed nothing else is known."""
@@ -318,7 +325,7 @@ class Waiting:
             return self._seen
         assert steps is not None
         answers = sum(ticket.left for ticket in self._decoding)
-        step_s = self.ratio.mean * steps.decode_s(min(max(1, answers), steps.max_running), 0.0)
+        step_s = self.ratio.mean * self._step_s(max(1, answers), 0.0)
         ends, total, held = [], 0.0, 0.0
         for ticket in self._decoding:
             most = float(ticket.most)
@@ -327,7 +334,7 @@ class Waiting:
             ends.append((max(1.0, (most if ticket.is_certain else most * self._share) - written), ticket.left, pages))
             total, held = total + ticket.asked.tokens + written, held + pages
         context = total / len(ends) if ends else 0.0
-        step_s = steps.decode_s(min(answers, steps.max_running), context)
+        step_s = self._step_s(answers, context)
         self._seen = _Decoding(now_s, answers, context, step_s, held, sorted(ends))
         return self._seen
 
@@ -352,16 +359,18 @@ class Waiting:
         ahead_s = before.seconds + own.seconds - mine_s
         answers, tokens = before.answers + own.answers, before.tokens + own.tokens
         seen = self._look()
-        n_steps = math.ceil((before.new + own.new) / max(1, steps.token_budget - seen.answers))
+        share = 1 / steps.engines  # requests go to the engine that has least before them
+        n_steps = math.ceil(share * (before.new + own.new) / max(1.0, steps.token_budget - share * seen.answers))
         room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or steps.decode_s(1, seen.context))
-        return room_s + ahead_s + mine_s + (n_steps + 0.5) * seen.step_s
+        return room_s + share * ahead_s + mine_s + (n_steps + 0.5) * seen.step_s
 
     def _steps_to_room(self, answers: float, tokens: float, seen: _Decoding) -> float:
         """Steps until so many answers more, with so many tokens, have a place in a step and pages. Those that take a place that
         comes free are as long as answers were lately, and free it again."""
         steps = self.steps
         assert steps is not None
-        places, pages = seen.answers + answers - steps.max_running, seen.held + tokens - steps.cache_tokens
+        places = seen.answers + answers - steps.engines * steps.max_running
+        pages = seen.held + tokens - steps.engines * steps.cache_tokens
         if (places <= 0 and pages <= 0) or not seen.ends:
             return 0.0
         rounds = max(0.0, (places - 1) // seen.answers, (pages - 1) // seen.held if pages > 0 else 0.0)
