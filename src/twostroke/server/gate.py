@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke.core.errors import TwostrokeError
 from twostroke.server.callers import CALLER, Caller
 from twostroke.server.errors import MESSAGES_ROUTES, ApiError, asleep, encode_error, not_ready
+from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
 from twostroke.server.service import Service, api_error
@@ -87,14 +88,14 @@ class Gate:
         caller = self._service.caller(headers, peer[0] if peer else "")
         scope = {**scope, CALLER: caller}
         try:
-            await self._checked(scope, receive, marked_send, headers, caller)
+            await self._checked(scope, receive, marked_send, route, headers, caller)
         finally:
             if self._service.log_requests:
                 fields = {"request_id": request_id.decode(), "method": scope["method"], "route": route, "status": status}
                 log.info("request", extra={"fields": fields | {"seconds": round(time.perf_counter() - began, 6)}})
 
     async def _checked(
-        self, scope: Scope, receive: Receive, marked_send: Send, headers: dict[bytes, bytes], caller: Caller
+        self, scope: Scope, receive: Receive, marked_send: Send, route: str, headers: dict[bytes, bytes], caller: Caller
     ) -> None:
         path = scope["path"]
         refusal = self._refusal(scope["method"], path, headers, caller)
