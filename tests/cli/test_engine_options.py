@@ -40,6 +40,8 @@ def test_words_of_settings_give_them_back() -> None:
         kv_dtype="int8",
         max_model_len=99,
         kv_cache_bytes=3 * 2**28 + 4096,
+        max_running=7,
+        token_budget=70,
         n_threads=3,
         lora_memory_bytes=2**29,
         kv_dir="a folder",

@@ -158,7 +158,8 @@ def _text(source: Path, calibration: list[str]) -> list[Tensor]:
 def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None, rounding: Rounding) -> Fitted:
     """Codes fitted to text."""
     from twostroke.model.load import load_model
-    from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
+    from twostroke.core.policy import MAX_KL_NATS
+    from twostroke.quantization.fitting import fit_codes
 
     batches = _text(source, calibration)
     decoder = load_model(source)
@@ -181,13 +182,20 @@ def _survey(
         raise InputError(f"--survey writes nothing and compares all schemes. Leave out {', '.join(given)}.")
     from twostroke.cli.side_measurements import machine_of
     from twostroke.model.load import load_model
-    from twostroke.quantization.fitting import MAX_KL_NATS
+    from twostroke.core.policy import MAX_KL_NATS
+    from twostroke.planner.truth.quality import survey_values
+    from twostroke.planner.truth.recording import recording
     from twostroke.quantization.survey import survey
 
     machine = machine_of(None)
     batches = _text(source, calibration)
-    with progress(f"surveying {source}", 1.0) as advance:
+    inputs = {"model": str(source.resolve()), "survey": True, "max_kl": max_kl}
+    with (
+        recording("quantize", source.resolve().name, inputs, None, log) as run,
+        progress(f"surveying {source}", 1.0) as advance,
+    ):
         found = survey(load_model(source), batches, MAX_KL_NATS if max_kl is None else max_kl, machine, advance)
+        run.measure(survey_values(found.rows))
     document = {"model": str(source), "hardware": None if machine is None else machine.label, **plain(found)}
     emit(document, "\n".join(_survey_lines(source, found, machine)), as_json)
 

@@ -112,9 +112,16 @@ def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any],
 
     (other,) = (s for s in sides if s is not side)
     own = {"model": str(side.directory.resolve()), "engine": side.scorer.engine, "dtype": side.scorer.dtype}
-    own |= {"beside": str(other.directory)}
+    own |= {"beside": str(other.directory.resolve()), "kv_dtype": _cache_of(side)}
     plan = (lambda: _planned_speed(side, sides)) if speed else None
     return recording("evaluate", side.directory.resolve().name, {**inputs, **own}, plan, log)
+
+
+def _cache_of(side: Side) -> str | None:
+    """The type of cache that it was scored with; None of the decoder, which has none."""
+    from twostroke.evaluation.engine_scorer import EngineScorer
+
+    return side.scorer.llm.engine.pool.dtype if isinstance(side.scorer, EngineScorer) else None
 
 
 def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
@@ -129,6 +136,8 @@ def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
 def side_values(result: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The measurements of side ``name``, "a" or "b", by the ledger's names."""
     values: dict[str, Any] = {k: v for k, v in result[name].items() if k in ("bits_per_byte", "nats_per_token", "model_bytes")}
+    if name == "b" and "perplexity_ratio" in result:
+        values["perplexity_ratio"] = result["perplexity_ratio"]
     for task in result.get("tasks", ()):
         values |= {f"{task['task']}_{metric}": found[name] for metric, found in task["metrics"].items()}
     for point in result.get("speed", ())[:1]:

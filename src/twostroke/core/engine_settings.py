@@ -122,8 +122,8 @@ class EngineSettings:
     kv_cache_bytes: int | None = _number(
         "Memory of the KV cache, in GiB. Default: chosen by the engine.", option="--kv-cache-gib", unit=2**30
     )
-    max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING)
-    token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET)
+    max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING, "--max-running")
+    token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET, "--token-budget")
     page_tokens: int = _number("Tokens of a page of the cache.", policy.PAGE_TOKENS)
     n_threads: int | None = _number(
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS

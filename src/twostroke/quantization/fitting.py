@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from twostroke.core.matrices import Matrix
 from twostroke.core.matrices import block as parts_of_block
+from twostroke.core.policy import MAX_KL_NATS
 from twostroke.core.schemes import SCHEMES, Scheme
 from twostroke.kernels.codes import Codes, quantize
 from twostroke.kernels.features import has_packed_linear
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from twostroke.model.decoder import Decoder
-
-MAX_KL_NATS = 0.02
-"""KL(exact ‖ rounded) a token above which matrices go to int8: two thirds of the 3% of perplexity that int4 may cost."""
 
 PASSES = 5
 """Most times that the model is rounded, each time with more matrices in int8."""

@@ -78,7 +78,7 @@ def attention_flop(spec: ModelSpec, start: int, count: int) -> float:
 
 def chunks(shape: ServingShape) -> list[tuple[int, int]]:
     """(tokens before it, tokens) of each step that computes the prompt."""
-    ends = [*range(shape.hit_tokens, shape.prompt_tokens, TOKEN_BUDGET), shape.prompt_tokens]
+    ends = [*range(shape.hit_tokens, shape.prompt_tokens, shape.token_budget or TOKEN_BUDGET), shape.prompt_tokens]
     return [(first, last - first) for first, last in itertools.pairwise(ends)]
 
 
@@ -159,7 +159,7 @@ class Native(Strategy):
         heads = (2 * spec.n_heads + 2 * self.cached.n_kv_heads) * self.cached.head_dim  # packed, and attention's output
         row = 6.0 * (2 * spec.d_model + heads + 2 * widest_mlp(spec))
         tokens = shape.prompts * (shape.prompt_tokens - shape.hit_tokens)
-        rows = largest(shape.batch, smallest(letter("budget", TOKEN_BUDGET), tokens))
+        rows = largest(shape.batch, smallest(letter("budget", self.token_budget), tokens))
         looked_up = 0.0
         if spec.tied_embeddings:
             seen = shape.prompts * shape.prompt_tokens + shape.batch * shape.output_tokens

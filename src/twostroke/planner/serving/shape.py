@@ -70,6 +70,8 @@ class ServingShape:
     head_dtype: Annotated[str, "how our engine holds the output head; auto: bf16, or fp32 with fp32 weights"] = "auto"
     kv_cache_bytes: Annotated[int, "bytes", "asked for; 0: the engine's default"] = 0
     max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
+    token_budget: Annotated[int, "most tokens of a step; 0: the engine's default"] = 0
+    max_running: Annotated[int, "most requests of a step; 0: the engine's default"] = 0
     tensor: Annotated[int, "ranks of tensor parallelism"] = 1
     pipeline: Annotated[int, "stages"] = 1
     expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1
@@ -85,7 +87,7 @@ class ServingShape:
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "output_tokens", "tensor", "pipeline", "expert", "answers"):
             check_whole(name, getattr(self, name))
-        for name in ("kv_cache_bytes", "max_model_len"):
+        for name in ("kv_cache_bytes", "max_model_len", "token_budget", "max_running"):
             check_whole(name, getattr(self, name), 0)
         if self.batch % self.answers:
             raise ConfigError(f"batch={self.batch} must be a multiple of answers={self.answers}: each prompt has so many.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from twostroke.core.named import letter, named, smallest
-from twostroke.core.policy import CACHE_SHARE, MAX_PAGES, TOKEN_BUDGET, default_pages
+from twostroke.core.policy import CACHE_SHARE, MAX_PAGES, MAX_RUNNING, TOKEN_BUDGET, default_pages
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.power import Busy, busy_of
@@ -54,13 +54,14 @@ class Strategy(ABC):
     and the first token, beside the engine's steps.
     """
 
-    token_budget = TOKEN_BUDGET
+    token_budget: int = TOKEN_BUDGET
     most_pages: int | None = MAX_PAGES
     note = ""
     front_end_s = 0.0
 
     def __init__(self, spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> None:
         self.spec, self.shape, self.hardware = spec, shape, hardware
+        self.token_budget = shape.token_budget or self.token_budget
 
     # -- memory of one device
 
@@ -100,7 +101,7 @@ class Strategy(ABC):
         else:
             free = CACHE_SHARE * (hardware.memory_bytes - (self.weights_bytes() + hardware.process.resident_bytes))
         longest = shape.max_model_len or self.spec.max_positions
-        pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest)
+        pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest, shape.max_running or MAX_RUNNING)
         return letter("pages", pages if self.most_pages is None else min(pages, self.most_pages))
 
     def touched_cache_bytes(self, set_aside: float) -> float:

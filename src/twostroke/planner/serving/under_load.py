@@ -87,7 +87,12 @@ class Server:
     def __init__(self, plan: ServingPlan, http: bool = False) -> None:
         self.plan, self.http = plan, http
         strategy = strategy_of(plan.spec, plan.shape, plan.hardware)
-        self.policy: Policy = policy_of("twostroke" if plan.hardware.is_calibrated_cpu else plan.shape.engine)
+        policy, shape = policy_of("twostroke" if plan.hardware.is_calibrated_cpu else plan.shape.engine), plan.shape
+        self.policy: Policy = replace(
+            policy,
+            token_budget=shape.token_budget or policy.token_budget,
+            max_running=shape.max_running or policy.max_running,
+        )
         self.steps, self.front_end_s = StepTable(strategy.step_seconds), strategy.front_end_s
         self.shares_processors = strategy.on_all_threads
         self.speed_up = plan.step_s / plan.tpot_s  # of speculation
@@ -206,9 +211,14 @@ class AtRate:
         return cls(rate_per_s, found.decoding, found.prompt_share, *means, found)
 
 
+def _most_at_once(plan: ServingPlan) -> int:
+    """Requests that decode together at most: as many as the memory holds, and no more than are let run."""
+    return min(plan.largest_batch, plan.shape.max_running or plan.largest_batch)
+
+
 def step_of_batch(plan: ServingPlan) -> Callable[[float], float]:
     """TPOT without others' prompts by batch: sampled at powers of two up to the largest batch, linear between them."""
-    most = min(max(plan.largest_batch, 1), MAX_SAMPLED_BATCH)
+    most = min(max(_most_at_once(plan), 1), MAX_SAMPLED_BATCH)
     batches = [2**k for k in range(most.bit_length()) if 2**k < most] + [most]
     seconds = [strategy_of(plan.spec, replace(plan.shape, batch=b), plan.hardware).tpot_s() for b in batches]
 
@@ -232,7 +242,7 @@ def carried(plan: ServingPlan, rate_per_s: float, step: Callable[[float], float]
     batch, tpot = 1.0, step(1.0) / (1 - busy)
     while True:  # rises towards the least fixed point
         wanted = rate_per_s * later * tpot
-        if wanted > plan.largest_batch:
+        if wanted > _most_at_once(plan):
             return None
         if wanted <= batch * (1 + CLOSE):
             return wanted, tpot
@@ -285,7 +295,7 @@ def _highest_carried(plan: ServingPlan, slo: Slo, step: Callable[[float], float]
     time, nor beyond the largest batch of steps that hold no prompt."""
     later = max(1, plan.shape.output_tokens - 1)
     low = 0.0
-    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, plan.largest_batch / (later * step(1.0)))
+    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, _most_at_once(plan) / (later * step(1.0)))
     for _ in range(40):
         middle = (low + high) / 2
         found = carried(plan, middle, step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
-from twostroke.core.policy import MAX_RUNNING, PAGE_TOKENS
+from twostroke.core.policy import PAGE_TOKENS
 from twostroke.core.sampling_kinds import SAMPLING_KINDS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
@@ -120,7 +120,7 @@ def predict_batch(
         directory,
         spec,
         settings,
-        batch=answers * max(1, min(n_prompts, MAX_RUNNING) // answers),
+        batch=answers * max(1, min(n_prompts, settings.max_running) // answers),
         answers=answers,
         prompt_tokens=max(1, round(sum(len(each.prompt_ids) for each in asked) / len(asked))),
         output_tokens=max(1, round(sum(writing) / max(1, len(writing)))),
