@@ -15,6 +15,7 @@ from twostroke.core.described import LeftOut, keys_of
 from twostroke.planner.choosing.comparison import Comparison
 from twostroke.planner.choosing.crossover import Crossover
 from twostroke.planner.choosing.search import Search
+from twostroke.planner.choosing.server_settings import ServerChoice
 from twostroke.planner.choosing.size_ladder import Rung
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.cost import Cost, DeviceRate, TokenPrices
@@ -51,6 +52,7 @@ class Serve:
         Loaded, "users who each ask again when answered, as many as the batch; not with --no-simulation", LeftOut
     ]
     load: Annotated[Load, "with --rate or a limit", LeftOut]
+    choice: Annotated[ServerChoice, "of our engine's server, with a limit or --mode", LeftOut]
 
 
 class CrossoverOfModel:

@@ -157,8 +157,8 @@ def _text(source: Path, calibration: list[str]) -> list[Tensor]:
 
 def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None, rounding: Rounding) -> Fitted:
     """Codes fitted to text."""
-    from twostroke.model.load import load_model
     from twostroke.core.policy import MAX_KL_NATS
+    from twostroke.model.load import load_model
     from twostroke.quantization.fitting import fit_codes
 
     batches = _text(source, calibration)
@@ -181,9 +181,9 @@ def _survey(
     if given:
         raise InputError(f"--survey writes nothing and compares all schemes. Leave out {', '.join(given)}.")
     from twostroke.cli.side_measurements import machine_of
-    from twostroke.model.load import load_model
     from twostroke.core.policy import MAX_KL_NATS
-    from twostroke.planner.truth.quality import survey_values
+    from twostroke.model.load import load_model
+    from twostroke.planner.choosing.quality import survey_values
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.survey import survey
 

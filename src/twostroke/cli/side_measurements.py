@@ -111,7 +111,11 @@ def side_recording(side: Side, sides: Sequence[Side], inputs: Mapping[str, Any],
     from twostroke.planner.truth.recording import recording
 
     (other,) = (s for s in sides if s is not side)
-    own = {"model": str(side.directory.resolve()), "engine": side.scorer.engine, "dtype": side.scorer.dtype}
+    own: dict[str, str | None] = {
+        "model": str(side.directory.resolve()),
+        "engine": side.scorer.engine,
+        "dtype": side.scorer.dtype,
+    }
     own |= {"beside": str(other.directory.resolve()), "kv_dtype": _cache_of(side)}
     plan = (lambda: _planned_speed(side, sides)) if speed else None
     return recording("evaluate", side.directory.resolve().name, {**inputs, **own}, plan, log)

@@ -151,8 +151,8 @@ MOST_THREADS = 256
 OpenMP crashes where the system refuses it a thread."""
 
 MAX_KL_NATS = 0.02
-"""KL(exact ‖ rounded) a token above which `twostroke quantize` holds matrices in int8, and above which `twostroke serve` takes a
-type only where it is asked for: two thirds of the 3% of perplexity that int4 may cost."""
+"""KL(exact ‖ rounded) a token above which `twostroke quantize` holds matrices in int8, and `twostroke serve` takes a type only
+where it is asked for: two thirds of the 3% of perplexity that int4 may cost."""
 
 DRAFT_ROWS = 64
 """Drafted tokens that one step checks at most, where it checks any. Each needs a row of logits, and with so many rows more a

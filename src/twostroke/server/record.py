@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_config, spec_from_config
+from twostroke.planner.choosing.server_settings import Level, ServerChoice
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.adapters import adapters_in
 from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
+from twostroke.planner.serving.under_load import Slo
 from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
 from twostroke.server.metrics import Metrics
-from twostroke.server.served import Served, peak_memory_bytes
+from twostroke.server.served import Answer, Served, in_flight, peak_memory_bytes
 from twostroke.server.wait import PlannedSteps
 
 log = logging.getLogger("twostroke.server")
@@ -50,14 +54,71 @@ def unlike(shape: ServingShape | None, medians: Mapping[str, float], engine: Map
     )
 
 
+LEAST_ANSWERS = 10
+"""Answers whose means are scored."""
+
+NEAR_USERS = math.sqrt(2)
+"""Factor within which requests in flight count as so many users: levels are doublings."""
+
+
+def by_users(levels: Iterable[Level]) -> dict[str, float]:
+    """Means by the ledger's names: ``ttft_of_8_s`` and ``tpot_of_8_s`` are those of eight requests in flight."""
+    named = ((f"{name}_of_{level.users}_s", getattr(level, f"{name}_s")) for level in levels for name in ("ttft", "tpot"))
+    return {name: value for name, value in named if value > 0}
+
+
+def served_levels(answers: Sequence[Answer], levels: Sequence[Level], shape: ServingShape) -> list[Level]:
+    """What answers about as long as those of ``shape`` found, by how many requests were in flight; without the levels that too
+    few of them belong to."""
+    known, found = {level.users for level in levels}, dict[int, list[Answer]]()
+    for answer, beside in zip(answers, in_flight(answers), strict=True):
+        alike = (
+            shape.prompt_tokens / ALIKE <= answer.prompt_tokens <= shape.prompt_tokens * ALIKE
+            and shape.output_tokens / ALIKE <= answer.output_tokens <= shape.output_tokens * ALIKE
+        )
+        users = min(known, key=lambda n: abs(math.log(beside / n)), default=0)
+        if alike and users and users / NEAR_USERS <= beside <= users * NEAR_USERS:
+            found.setdefault(users, []).append(answer)
+    return [_level(users, those) for users, those in sorted(found.items()) if len(those) >= LEAST_ANSWERS]
+
+
+def _level(users: int, answers: Sequence[Answer]) -> Level:
+    tpot = [found for answer in answers if (found := _tpot_s(answer)) is not None]
+    first_s = statistics.fmean(answer.first_s for answer in answers if answer.first_s is not None)
+    return Level(users, first_s, statistics.fmean(tpot) if tpot else 0.0, 0.0)
+
+
+def _tpot_s(answer: Answer) -> float | None:
+    if answer.first_s is None or answer.output_tokens < 2:
+        return None
+    return (answer.whole_s - answer.first_s) / (answer.output_tokens - 1)
+
+
+def within_slo(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
+    """The mean TTFT and TPOT of all answers, and the share of answers that keep to ``slo``; nothing without answers."""
+    if not answers:
+        return {}
+    pairs = [(answer.first_s or 0.0, _tpot_s(answer) or 0.0) for answer in answers]
+    ttft_s, tpot_s = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+    share = sum(slo.met(*pair) for pair in pairs) / len(pairs)
+    return {"served_mean_ttft_s": ttft_s, "served_mean_tpot_s": tpot_s, "served_within_slo": share}
+
+
 class ServeRecord:
     """The entry of one server with ``adapters``, directories by name. Its prediction is frozen before the model is loaded."""
 
-    def __init__(self, directory: Path, settings: EngineSettings, adapters: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: EngineSettings,
+        adapters: Mapping[str, str] | None = None,
+        choice: ServerChoice | None = None,
+    ) -> None:
         self._shape: ServingShape | None = None
+        self._choice = choice
         self._settings = settings
         self._planned: ServingPlan | None = None
-        inputs = {"directory": str(directory), **plain(settings)}
+        inputs = {"directory": str(directory), **plain(settings), **({} if choice is None else {"choice": plain(choice)})}
         plan = functools.partial(self._plan, directory, settings, [Path(each) for each in (adapters or {}).values()])
         self._run = recording("serve", directory.resolve().name, inputs, plan, log.warning)
 
@@ -84,6 +145,8 @@ class ServeRecord:
         # The planner's usual shape: a prompt of half a short context, and of at most 512 tokens.
         prompt = max(1, min(512, longest // 2))
         lengths = {"prompt_tokens": prompt, "output_tokens": max(1, min(128, longest - prompt))}
+        if self._choice is not None:
+            lengths = {"prompt_tokens": self._choice.prompt_tokens, "output_tokens": self._choice.output_tokens}
         shape = serving_shape(directory, spec, settings, batch=1, adapters=adapters_in(adapters), **lengths)
         if longest < 2:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
@@ -91,7 +154,8 @@ class ServeRecord:
         self._shape = shape
         self._planned = plan_serving(spec, shape, hardware)
         values = self._planned.prediction()
-        return Planned(values | starts_over_http(values, hardware), hardware, {"shape": plain(shape)})
+        values |= starts_over_http(values, hardware) | by_users(() if self._choice is None else self._choice.levels)
+        return Planned(values, hardware, {"shape": plain(shape)})
 
     def started(self, ready: wire.Ready, startup_s: float) -> None:
         values = {
@@ -119,7 +183,14 @@ class ServeRecord:
         values["http_peak_memory_bytes"] = peak_memory_bytes()
         if "peak_memory_bytes" in engine:
             values["peak_memory_bytes"] = engine["peak_memory_bytes"]
-        self._run.measure(values, "partial", dict.fromkeys(TIMES, why) if why else {})
+        reasons = dict.fromkeys(TIMES, why) if why else {}
+        if self._choice is not None and self._shape is not None:
+            answers = [answer for answer in served.answers if answer.first_s is not None]
+            of_load = by_users(served_levels(answers, self._choice.levels, self._shape))
+            values |= of_load | within_slo(answers, self._choice.slo)
+            other = f"fewer than {LEAST_ANSWERS} answers of such lengths were given while so many requests were in flight."
+            reasons |= {name: other for name in by_users(self._choice.levels) if name not in of_load}
+        self._run.measure(values, "partial", reasons)
 
     def stopped(self, totals: Mapping[str, float]) -> None:
         self._run.measure({f"served_{name}": value for name, value in totals.items()})

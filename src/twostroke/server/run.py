@@ -23,6 +23,7 @@ import uvicorn
 
 from twostroke.core.families import read_spec
 from twostroke.data.chat import read_chat_template
+from twostroke.planner.choosing.server_settings import ServerChoice
 from twostroke.server import wire
 from twostroke.server.admission import MAX_RETRY_AFTER_S, Admission
 from twostroke.server.batch.batches import Batches
@@ -69,9 +70,14 @@ class Started:
 
 
 def serve_model(
-    settings: ServeSettings, listener: socket.socket, child: EngineChild, on_ready: Callable[[Started], None]
+    settings: ServeSettings,
+    listener: socket.socket,
+    child: EngineChild,
+    on_ready: Callable[[Started], None],
+    choice: ServerChoice | None = None,
 ) -> dict[str, float]:
     """Serve on a bound socket, with an engine that was launched a moment ago, until a signal. Returns what was served in all.
+    ``choice``: what the engine was set by, whose expectation is frozen and scored.
 
     Raises InputError for a model or key file that cannot be used, and EngineError if the engine does not start.
     """
@@ -80,7 +86,8 @@ def serve_model(
     usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
-    record = ServeRecord(settings.directory, replace(settings.engine, replicas=settings.replicas), settings.adapters)
+    engine = replace(settings.engine, replicas=settings.replicas)
+    record = ServeRecord(settings.directory, engine, settings.adapters, choice)
 
     def ready(engine: wire.Ready) -> None:
         startup_s = process_age_s()

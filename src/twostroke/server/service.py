@@ -711,7 +711,7 @@ class Generation:
             for choice in self.choices:
                 metrics.observe(self._started, self._first, ended, choice.n_output)
                 first_s = None if self._first is None else self._first - self._started
-                answer = Answer(self.prompt_tokens // self._n_prompts, choice.n_output, first_s, ended - self._started)
+                answer = Answer(self.prompt_tokens // self._n_prompts, choice.n_output, first_s, ended - self._started, ended)
                 self._service.served.answers.append(answer)
         else:
             metrics.output_tokens.inc(usage.completion_tokens)

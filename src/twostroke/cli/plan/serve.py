@@ -25,6 +25,7 @@ from twostroke.cli.plan.subject import (
     read_subject,
     serving_shape,
 )
+from twostroke.cli.slo import MODE, PREFIX_HITS, SLO_TPOT, SLO_TTFT, SPREAD, Asked, check_option, chosen_server
 from twostroke.core.adapter_names import adapters_of
 from twostroke.core.engine_settings import OFF
 from twostroke.core.engine_settings import SETTINGS as ENGINE_SETTINGS
@@ -32,8 +33,11 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.paths import model_directory
 
 if TYPE_CHECKING:
+    from twostroke.cli.plan.subject import Subject
+    from twostroke.planner.choosing.server_settings import ServerChoice
+    from twostroke.planner.hardware.device import Hardware
     from twostroke.planner.serving.adapters import ServedAdapters
-    from twostroke.planner.serving.shape import Speculation
+    from twostroke.planner.serving.shape import ServingShape, Speculation
 
 TENSOR = typer.Option(1, "--tp", "--tensor", help="Devices that share every matrix (tensor parallel).")
 PIPELINE = typer.Option(1, "--pp", "--pipeline", help="Stages of layers, each on devices of its own.")
@@ -43,7 +47,6 @@ EXPERT = typer.Option(
 ENGINE = typer.Option(
     "any", help="Engine whose step times are taken on a datasheet's device: any, vllm, trtllm, sglang or llama.cpp."
 )
-PREFIX_HITS = typer.Option(0.0, "--prefix-hits", help="Share of a prompt's tokens that are in the cache already, 0 to 1.")
 SPECULATE = typer.Option(
     "",
     metavar="γ,α,c|HOW",
@@ -55,12 +58,7 @@ LORA = typer.Option(
     metavar="NAME=DIR|N,RANK,TARGET…",
     help="Adapters that requests name in turn: directories in PEFT's layout, or how many of what rank and targets. Repeatable.",
 )
-SLO_TTFT = typer.Option(0.0, "--slo-ttft-ms", help="Highest mean time to the first token, in ms.")
-SLO_TPOT = typer.Option(0.0, "--slo-tpot-ms", help="Highest mean time per output token, in ms.")
 RATE = typer.Option(0.0, help="Requests a second to be served: how many replicas that takes.")
-MOST_SLO_MS = 1e9
-"""Eleven days."""
-SPREAD = typer.Option(0.0, help="Share by which prompts and answers vary around their lengths, 0 to 1; simulated load only.")
 SIMULATION = typer.Option(True, "--simulation/--no-simulation", help="Simulate --batch users who ask again when answered.")
 DISAGGREGATE = typer.Option(False, "--disaggregate", help="Also plan --rate with prefill and decode on machines of their own.")
 
@@ -86,6 +84,7 @@ def serve(
     lora: list[str] = LORA,
     slo_ttft_ms: float = SLO_TTFT,
     slo_tpot_ms: float = SLO_TPOT,
+    mode: str = MODE,
     rate: float = RATE,
     disaggregate: bool = DISAGGREGATE,
     spread: float = SPREAD,
@@ -99,24 +98,24 @@ def serve(
     from twostroke.planner.serving.under_load import (
         MOST_REQUESTS_PER_S,
         Server,
-        Slo,
         Stretch,
         latency_table,
         load_of,
         simulated,
     )
+    from twostroke.planner.text.format import wrapped
+    from twostroke.planner.text.server_settings import choice_lines
     from twostroke.planner.text.serving import load_text, loaded_text, serving_text
     from twostroke.planner.truth.document import plan_document
     from twostroke.planner.truth.intervals import low_by_of, predict_with_intervals
 
     if disaggregate and not rate:
         raise ConfigError("--disaggregate sizes two pools for a rate. Give --rate, in requests/s.")
-    if not simulation and (rate or slo_ttft_ms or slo_tpot_ms):
+    asked = Asked(slo_ttft_ms, slo_tpot_ms, mode)
+    if not simulation and (rate or asked.anything):
         raise ConfigError("--no-simulation leaves nothing that answers --rate or an SLO. Leave one of them out.")
-    slos = (("--slo-ttft-ms", slo_ttft_ms, MOST_SLO_MS), ("--slo-tpot-ms", slo_tpot_ms, MOST_SLO_MS))
-    for name, value, most in (("--rate", rate, MOST_REQUESTS_PER_S), *slos):
-        if not 0 <= value <= most:
-            raise ConfigError(f"{name}={value:g} must be above 0 and at most {most:g}. Leave it out for none.")
+    check_option("--rate", rate, MOST_REQUESTS_PER_S)
+    slo = asked.slo()
     machine = load_hardware(hardware, "serve")
     found = read_subject(subject, settings, machine)
     shape = serving_shape(
@@ -138,8 +137,11 @@ def serve(
         users = simulated(server, server.closed_loop(spread), *Stretch.ends(intervals))
         document |= {"loaded": users.medians, "simulated": users}
     under_load = [loaded_text(planned, users, table)]
+    if asked.anything and (mode or machine.is_calibrated_cpu):
+        choice = _choice(found, shape, machine, asked, spread, scheme, kv_dtype)
+        document["choice"] = choice
+        under_load.insert(0, "\n".join(wrapped(["`twostroke serve` for this:", *choice_lines(choice)])))
     if slo_ttft_ms or slo_tpot_ms or rate:
-        slo = Slo(slo_ttft_ms / 1e3 if slo_ttft_ms else None, slo_tpot_ms / 1e3 if slo_tpot_ms else None)
         load = load_of(planned, slo, rate, disaggregate, spread)
         document["load"] = load
         under_load.insert(0, load_text(load))
@@ -147,6 +149,18 @@ def serve(
     if explain:
         document, text = with_terms(document, text, planned)
     emit(document, text, as_json)
+
+
+def _choice(
+    found: Subject, shape: ServingShape, machine: Hardware, asked: Asked, spread: float, scheme: str, kv_dtype: str
+) -> ServerChoice:
+    """What ``serve`` would be set to, with the same options."""
+    from twostroke.planner.choosing.server_settings import Fixed
+
+    fixed = Fixed(kv_cache_bytes=shape.kv_cache_bytes or None)
+    one = dataclasses.replace(shape, batch=1)
+    own = scheme == "auto", kv_dtype == "auto"
+    return chosen_server(found.directory, found.spec, one, machine, asked, spread, fixed, *own)
 
 
 def _adapters(options: list[str]) -> tuple[ServedAdapters, ...]:

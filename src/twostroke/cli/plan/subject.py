@@ -62,6 +62,8 @@ class Subject:
     """How our engine holds the matrices of a quantised directory."""
     published: str | None = None
     """The scheme of a checkpoint that another tool quantised, on other engines."""
+    directory: Path | None = None
+    """Where the model is, if it is here."""
     cache: str | None = None
     """The type of KV cache that it has scales for, which those engines take then."""
 
@@ -151,7 +153,9 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
     cache = found.cache if published else None
     if cache is not None and cache not in CACHES:
         notes, cache = (*notes, f"its KV cache is published in {cache}, which is not planned: the engine's own type."), None
-    return Subject(found.name, found.spec, None, notes=notes, held=ours, published=published, cache=cache)
+    return Subject(
+        found.name, found.spec, None, notes=notes, held=ours, published=published, directory=found.directory, cache=cache
+    )
 
 
 def _served_as(scheme: str | None, hardware: Hardware) -> tuple[str | None, tuple[str, ...]]:
@@ -175,18 +179,22 @@ def _held(path: Path, spec: ModelSpec) -> Held | None:
         return None
 
 
+def lengths(limit: int, prompt_tokens: int, output_tokens: int) -> tuple[int, int]:
+    """Of prompts and answers; 0: those that are planned where nothing is said, within a context of ``limit`` tokens."""
+    for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
+        if value < 0:
+            raise ConfigError(f"{name}={value} must not be negative.")
+    prompt = prompt_tokens or max(1, min(512, limit // 2, limit - output_tokens))
+    return prompt, output_tokens or max(1, min(128, limit - prompt))
+
+
 def serving_shape(
     found: Subject, scheme: str, batch: int, prompt_tokens: int, output_tokens: int, **others: Any
 ) -> ServingShape:
     """The shape to plan. A prompt and output of 0 become half of a short context, or 512 + 128 tokens of a long one."""
     from twostroke.planner.serving.shape import ServingShape
 
-    for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
-        if value < 0:
-            raise ConfigError(f"{name}={value} must not be negative.")
-    limit = others.get("max_model_len") or found.spec.max_positions
-    prompt = prompt_tokens or max(1, min(512, limit // 2, limit - output_tokens))
-    output = output_tokens or max(1, min(128, limit - prompt))
+    prompt, output = lengths(others.get("max_model_len") or found.spec.max_positions, prompt_tokens, output_tokens)
     held = found.as_held(scheme)._asdict()
     others["kv_dtype"] = found.kv_dtype(others.get("kv_dtype", "auto"), scheme, others.get("engine", "any"))
     return ServingShape(**held, batch=batch, prompt_tokens=prompt, output_tokens=output, **others)

@@ -7,22 +7,25 @@ and those that run keep their TPOT in an overload.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 from twostroke.core.checks import check_limit
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.policy import MAX_RUNNING, PAGE_TOKENS, TOKEN_BUDGET
-from twostroke.core.schemes import NATIVE_STEPS, scheme_of
+from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.core.units import format_bytes, format_seconds
+from twostroke.core.units import format_seconds
+from twostroke.planner.choosing.quality import Quality, quality_seen
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.http import http_front_end
 from twostroke.planner.serving.plan import ServingPlan, plan_serving, served_schemes
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import (
     MOST_UTILISED,
+    SEARCH_REQUESTS,
     AtRate,
     Server,
     Slo,
@@ -30,20 +33,25 @@ from twostroke.planner.serving.under_load import (
     largest_rate,
     step_of_batch,
 )
-from twostroke.planner.truth.quality import Quality
 
 MODES = ("latency", "throughput")
 """Presets of an SLO: near what one request alone finds, or none."""
 
 LATENCY_TTFT, LATENCY_TPOT = 2.0, 1.5
-"""Times of what one request alone finds in the fastest type, within which ``latency`` keeps. A prompt then waits for one more at
-most on average. Assumed."""
+"""Times of what one request alone finds in the fastest type, within which ``latency`` keeps. A prompt then waits for one more
+at most on average. Assumed."""
 
 BUDGETS = (128, 256, 512, 1024, 2048)
 RUNNING = (1, 2, 4, 8, 16, 32, 64, MAX_RUNNING)
 
 AS_GOOD = 0.98
 """A setting that carries this share of the most is as good: so near, 150 requests do not tell rates apart."""
+
+WAITS = 1.25
+"""Times what the first token takes otherwise, beyond which requests would wait too long for one of fewer places. Assumed."""
+
+BETTER = 1.05
+"""Times the usual token budget's requests a second that another must carry before it is taken."""
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 """Users who ask again when answered, of whom a server's expectation is kept: what was served is scored by how many requests
@@ -96,12 +104,14 @@ class Level(NamedTuple):
 class ServerChoice:
     """What was chosen for an SLO and why; ``chosen`` is None where nothing meets it, and ``refusal`` says what would."""
 
+    prompt_tokens: Annotated[int, "tokens", "of a prompt"]
+    output_tokens: Annotated[int, "tokens", "of an answer"]
     mode: Annotated[str, "latency or throughput where that preset was asked for, else empty"]
     slo: Annotated[Slo, "the objective, that of the mode included"]
     chosen: Annotated[Setting | None, "the settings; null: nothing meets the objective"]
     expected: Annotated[AtRate | None, "the most that it carries within the objective"]
     levels: Annotated[tuple[Level, ...], "what users find who ask again at once"]
-    considered: Annotated[tuple[Considered, ...], "every way to hold weights and cache, the best first"]
+    considered: Annotated[tuple[Considered, ...], "every way to hold weights and cache that was tried"]
     left_out: Annotated[tuple[str, ...], "types that were not tried, and why"]
     refusal: Annotated[str, "why nothing was chosen, and the best there is"]
 
@@ -128,7 +138,8 @@ def ways_to_serve(
         caches += [name for name in quality.passing("cache") if name not in (shape.cache_dtype, "fp32")]
         if not quality.cache:
             notes.append(
-                "a cache of fewer bits: nothing says what it costs this model. `twostroke compare MODEL MODEL --kv-dtype int8` does."
+                "a cache of fewer bits: nothing says what it costs this model. `twostroke compare MODEL MODEL --kv-dtype int8` "
+                "does."
             )
     return [replace(shape, scheme=scheme, kv_dtype=cache) for scheme in schemes for cache in caches], notes
 
@@ -165,14 +176,17 @@ def choose_settings(
     if mode == "latency":
         fastest = min(tried, key=lambda way: way.alone_e2e_s)
         slo = Slo(slo.ttft_s or LATENCY_TTFT * fastest.alone_ttft_s, slo.tpot_s or LATENCY_TPOT * fastest.alone_tpot_s)
-    found = [(way, *way.best(slo)) for way in tried]
-    found.sort(key=lambda each: -(each[2].rate_per_s if each[2] is not None else 0.0))
-    way, setting, expected = found[0]
+    of_load = shapes[0].prompt_tokens, shapes[0].output_tokens
+    found = [(way, *way.first(slo)) for way in tried]
     rows = tuple(way.considered(expected) for way, _, expected in found)
-    if setting is None or expected is None:
-        return ServerChoice(mode, slo, None, None, (), rows, tuple(left_out), _refusal(slo, rows))
+    most = max(row.requests_per_s for row in rows)
+    # The first is the checkpoint's own type: of two that are as good it is the more exact.
+    way, budget, expected = found[next(i for i, row in enumerate(rows) if row.requests_per_s >= AS_GOOD * most)]
+    if expected is None:
+        return ServerChoice(*of_load, mode, slo, None, None, (), rows, tuple(left_out), _refusal(slo, rows))
+    setting, expected = way.tuned(slo, budget, expected)
     expected = way.kept(setting, expected, slo)
-    return ServerChoice(mode, slo, setting, expected, way.levels(setting), rows, tuple(left_out), "")
+    return ServerChoice(*of_load, mode, slo, setting, expected, way.levels(setting), rows, tuple(left_out), "")
 
 
 def _refusal(slo: Slo, rows: Sequence[Considered]) -> str:
@@ -182,9 +196,27 @@ def _refusal(slo: Slo, rows: Sequence[Considered]) -> str:
     return (
         f"nothing keeps to {' and '.join(asked)}: one request alone has its first token after "
         f"{format_seconds(first.alone_ttft_s)} at best ({first.scheme} weights) and the next ones every "
-        f"{format_seconds(later.alone_tpot_s)} ({later.scheme}), by this machine's profile. Allow more, send shorter prompts, or "
-        "take a smaller model."
+        f"{format_seconds(later.alone_tpot_s)} ({later.scheme}), by this machine's profile. Allow more, send shorter prompts, "
+        "or take a smaller model."
     )
+
+
+def choose_server(
+    directory: Path | None,
+    spec: ModelSpec,
+    shape: ServingShape,
+    hardware: Hardware,
+    slo: Slo,
+    mode: str = "",
+    spread: float = 0.0,
+    fixed: Fixed = Fixed(),
+    own_weights: bool = True,
+    own_cache: bool = True,
+) -> ServerChoice:
+    """``choose_settings`` of all ``ways_to_serve`` the model in ``directory``; None: of ``shape`` alone."""
+    quality = None if directory is None or not (own_weights or own_cache) else quality_seen(directory)
+    shapes, left_out = ways_to_serve(shape, hardware, quality, own_weights, own_cache)
+    return choose_settings(spec, shapes, hardware, slo, mode, spread, fixed, left_out)
 
 
 class _Way:
@@ -194,6 +226,9 @@ class _Way:
         self.spec, self.hardware, self.spread, self.fixed = spec, hardware, spread, fixed
         self.shape = replace(shape, batch=1, kv_cache_bytes=fixed.kv_cache_bytes or 0)
         self.http = http_front_end(hardware) is not None
+        widest = self.plan(max(fixed.token_budget or 0, BUDGETS[-1]), fixed.max_running or MAX_RUNNING)
+        # Neither the budget nor the requests that may run change what a step takes: worked out once for all settings.
+        self.step, self.steps = step_of_batch(widest), Server(widest).steps
         alone = self.server(self._budget(TOKEN_BUDGET), fixed.max_running or 1)
         one = alone.serve(alone.closed_loop(rounds=2))
         self.alone_ttft_s = one.ttft_s.mean
@@ -225,43 +260,64 @@ class _Way:
         return -(-min(int(tokens) + 1, longest) // PAGE_TOKENS) + 1
 
     def server(self, budget: int, running: int) -> Server:
-        return Server(self.plan(budget, running), self.http)
+        made = Server(self.plan(budget, running), self.http)
+        made.steps = self.steps
+        return made
 
     def rate(self, budget: int, running: int, slo: Slo) -> AtRate | None:
         """The most that these settings carry within the SLO."""
         server = self.server(budget, running)
-        step = step_of_batch(server.plan)
-        found = largest_rate(server.plan, slo, step, server, self.spread)
+        found = largest_rate(server.plan, slo, self.step, server, self.spread)
         if found is None or not slo.is_free:
             return found
-        return at_rate(server.plan, MOST_UTILISED * found.rate_per_s, step, server, self.spread) or found
+        return at_rate(server.plan, MOST_UTILISED * found.rate_per_s, self.step, server, self.spread) or found
 
-    def best(self, slo: Slo) -> tuple[Setting | None, AtRate | None]:
-        """The token budget first, then the fewest running requests that carry as much."""
+    def first(self, slo: Slo) -> tuple[int, AtRate | None]:
+        """The engine's usual token budget, or the first that keeps to the SLO at all, and the most that it carries."""
+        running = self.fixed.max_running or MAX_RUNNING
+        budgets = [self.fixed.token_budget] if self.fixed.token_budget else [TOKEN_BUDGET, *reversed(BUDGETS)]
+        for budget in budgets:
+            found = self.rate(budget, running, slo) if budget >= running else None
+            if found is not None:
+                return budget, found
+        return budgets[0], None
+
+    def tuned(self, slo: Slo, budget: int, expected: AtRate) -> tuple[Setting, AtRate]:
+        """A better token budget, if there is one, and the fewest running requests that carry as much."""
         fixed = self.fixed
         running = fixed.max_running or MAX_RUNNING
-        budgets = [fixed.token_budget] if fixed.token_budget else [b for b in BUDGETS if b >= running] or [running]
-        rates = {budget: self.rate(budget, running, slo) for budget in budgets}
-        most = max((found.rate_per_s for found in rates.values() if found is not None), default=0.0)
-        if not most:
-            return None, None
-        usual = [b for b in (TOKEN_BUDGET, *budgets) if (found := rates.get(b)) and found.rate_per_s >= AS_GOOD * most]
-        budget, expected = usual[0], rates[usual[0]]
-        for fewer in [] if fixed.max_running else [n for n in RUNNING if n < running and n <= budget]:
-            found = self.rate(budget, fewer, slo)
-            if found is not None and found.rate_per_s >= AS_GOOD * most:
-                running, expected = fewer, found
-                break
+        for other in [] if fixed.token_budget else [b for b in BUDGETS if b >= running and b != budget]:
+            if self.holds(other, running, slo, BETTER * expected.rate_per_s) is None:
+                continue
+            found = self.rate(other, running, slo)
+            if found is not None and found.rate_per_s > expected.rate_per_s:
+                budget, expected = other, found
+        # Without an SLO nothing is gained by letting requests wait.
+        fewer = [] if fixed.max_running or slo.is_free else [n for n in RUNNING if n < running]
+        latest_s = WAITS * expected.ttft_s
+        rate, low, high = AS_GOOD * expected.rate_per_s, 0, len(fewer)  # what some carry, more carry too
+        while low < high:
+            middle = (low + high) // 2
+            found = self.holds(budget, fewer[middle], slo, rate)
+            if found is None or found.ttft_s > latest_s:
+                low = middle + 1
+            else:
+                high, running, expected = middle, fewer[middle], found
         plan = self.plan(budget, running)
-        asked = plan.shape.kv_cache_bytes or None
-        return Setting(plan.shape.scheme, plan.shape.cache_dtype, budget, running, asked), expected
+        return Setting(plan.shape.scheme, plan.shape.cache_dtype, budget, running, plan.shape.kv_cache_bytes or None), expected
+
+    def holds(self, budget: int, running: int, slo: Slo, rate_per_s: float) -> AtRate | None:
+        """What is found at ``rate_per_s``; None where it is not carried, or not within the SLO."""
+        server = self.server(budget, running)
+        found = at_rate(server.plan, rate_per_s, self.step, server, self.spread, SEARCH_REQUESTS)
+        return found if found is not None and slo.met(found.ttft_s, found.tpot_s) else None
 
     def kept(self, setting: Setting, expected: AtRate, slo: Slo) -> AtRate:
         """``expected`` of a longer simulation: at a rate a little lower, if that shows that it is not kept."""
         server = self.server(setting.token_budget, setting.max_running)
-        step, rate = step_of_batch(server.plan), expected.rate_per_s
+        rate = expected.rate_per_s
         for _ in range(5):
-            found = at_rate(server.plan, rate, step, server, self.spread)
+            found = at_rate(server.plan, rate, self.step, server, self.spread)
             if found is not None and slo.met(found.ttft_s, found.tpot_s):
                 return found
             rate *= 0.9
@@ -273,7 +329,7 @@ class _Way:
             if users > setting.max_running or users > server.plan.largest_batch:
                 break
             several = Server(replace(server.plan, shape=replace(server.plan.shape, batch=users)), self.http)
-            several.steps = server.steps
+            several.steps = self.steps
             seen = several.serve(several.closed_loop(self.spread, LEVEL_ROUNDS))
             tpot_s = seen.tpot_s.mean if seen.tpot_s.n else 0.0
             found.append(Level(users, seen.ttft_s.mean, tpot_s, seen.requests_per_s))

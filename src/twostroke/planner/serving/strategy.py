@@ -101,7 +101,11 @@ class Strategy(ABC):
         else:
             free = CACHE_SHARE * (hardware.memory_bytes - (self.weights_bytes() + hardware.process.resident_bytes))
         longest = shape.max_model_len or self.spec.max_positions
-        pages = int(shape.kv_cache_bytes // page) if shape.kv_cache_bytes else default_pages(page, free, longest, shape.max_running or MAX_RUNNING)
+        pages = (
+            int(shape.kv_cache_bytes // page)
+            if shape.kv_cache_bytes
+            else default_pages(page, free, longest, shape.max_running or MAX_RUNNING)
+        )
         return letter("pages", pages if self.most_pages is None else min(pages, self.most_pages))
 
     def touched_cache_bytes(self, set_aside: float) -> float:

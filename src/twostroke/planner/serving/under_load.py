@@ -295,7 +295,9 @@ def _highest_carried(plan: ServingPlan, slo: Slo, step: Callable[[float], float]
     time, nor beyond the largest batch of steps that hold no prompt."""
     later = max(1, plan.shape.output_tokens - 1)
     low = 0.0
-    high = min(1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, _most_at_once(plan) / (later * step(1.0)))
+    high = min(
+        1 / plan.added_by_a_prompt_s if plan.added_by_a_prompt_s else math.inf, _most_at_once(plan) / (later * step(1.0))
+    )
     for _ in range(40):
         middle = (low + high) / 2
         found = carried(plan, middle, step)
