@@ -114,6 +114,12 @@ def test_lengths_beyond_the_context_are_refused_before_anything_starts(capsys: p
         assert "512" in err
 
 
+def test_a_batch_beyond_what_runs_at_once_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    code, _, err = run(capsys, "offline", str(model), "--batch", "5", "--max-running", "4")
+    assert code == 2
+    assert "from 1 to 4" in err
+
+
 def test_a_sweep_of_conversations_predicts_and_records_each_rate(
     capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,17 @@ def test_what_was_set_by_hand_stays(here: Hardware, alone: tuple[float, float]) 
     assert (found.chosen.token_budget, found.chosen.max_running, found.chosen.kv_cache_bytes) == (300, 3, 2**22)
 
 
+def test_a_step_has_a_token_for_each_request_that_may_run(here: Hardware, alone: tuple[float, float]) -> None:
+    small = chosen(here, Slo(20 * alone[0]), fixed=Fixed(token_budget=50)).chosen
+    assert small is not None
+    assert small.token_budget == 50 >= small.max_running
+    large = chosen(here, Slo(20 * alone[0]), fixed=Fixed(max_running=3000)).chosen
+    assert large is not None
+    assert large.max_running == 3000 <= large.token_budget
+    with pytest.raises(ConfigError, match="at least max_running=60"):
+        chosen(here, Slo(1.0), fixed=Fixed(50, 60))
+
+
 def test_what_cannot_be_met_says_the_best_there_is(here: Hardware, alone: tuple[float, float]) -> None:
     found = chosen(here, Slo(0.5 * alone[0]))
     assert found.chosen is found.expected is None

@@ -43,21 +43,24 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class OfflineSpec:
-    """Each batch size is measured ``repeats`` times with new random prompts, so that the prefix cache finds nothing."""
+    """Each batch size is measured ``repeats`` times with new random prompts, so that the prefix cache finds nothing.
+    ``max_running``: most requests of a step of the engine."""
 
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 128
     output_tokens: int = 64
     repeats: int = 3
     seed: int = 0
+    max_running: int = MAX_RUNNING
 
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("output_tokens", 2), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if not self.batches or min(self.batches) < 1 or max(self.batches) > MAX_RUNNING:
+        if not self.batches or min(self.batches) < 1 or max(self.batches) > self.max_running:
             raise ConfigError(
-                f"batches={self.batches} must be batch sizes from 1 to {MAX_RUNNING}, the most that one step holds."
+                f"batches={self.batches} must be batch sizes from 1 to {self.max_running}, the most that one step holds. "
+                "Raise max_running for more."
             )
 
 

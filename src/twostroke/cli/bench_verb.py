@@ -232,7 +232,7 @@ def bench_offline(
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.held import serving_shape
 
-    offline = OfflineSpec(tuple(batches), prompt_tokens, output_tokens, repeats, seed)
+    offline = OfflineSpec(tuple(batches), prompt_tokens, output_tokens, repeats, seed, engine.max_running)
     directory = opened_model(model)
     spec = read_spec(directory)
     _check_context(spec, engine, prompt_tokens + output_tokens)

@@ -107,8 +107,8 @@ def serve(
     if asked.anything:
         if replicas > 1:
             raise ConfigError(
-                f"--slo-ttft-ms, --slo-tpot-ms and --mode set one engine, and --replicas={replicas} asks for several, which are "
-                "not planned. Leave out one of them."
+                f"--slo-ttft-ms, --slo-tpot-ms and --mode set one engine, and --replicas={replicas} asks for several, which "
+                "are not planned. Leave out one of them."
             )
         limit = min(engine.max_model_len or spec.max_positions, spec.max_positions)
         engine, choice = _set(

@@ -160,6 +160,11 @@ def choose_settings(
         raise ConfigError(f"mode={mode!r} is not known. Use one of {', '.join(MODES)}.")
     for name, value in vars(slo).items():
         check_limit(name, value)
+    if fixed.token_budget and fixed.max_running and fixed.token_budget < fixed.max_running:
+        raise ConfigError(
+            f"token_budget={fixed.token_budget} must be at least max_running={fixed.max_running}, because every request that "
+            "decodes has a token in every step. Raise the one or lower the other."
+        )
     if not hardware.is_calibrated_cpu:
         raise ConfigError(
             f"a server's settings are chosen for our engine on a calibrated machine, and {hardware.label} is not one. "
@@ -226,17 +231,18 @@ class _Way:
         self.spec, self.hardware, self.spread, self.fixed = spec, hardware, spread, fixed
         self.shape = replace(shape, batch=1, kv_cache_bytes=fixed.kv_cache_bytes or 0)
         self.http = http_front_end(hardware) is not None
-        widest = self.plan(max(fixed.token_budget or 0, BUDGETS[-1]), fixed.max_running or MAX_RUNNING)
+        # A step has a token for each request that decodes, so a budget bounds them.
+        self.running = fixed.max_running or min(MAX_RUNNING, fixed.token_budget or MAX_RUNNING)
+        self.budgets = [fixed.token_budget] if fixed.token_budget else [b for b in BUDGETS if b >= self.running]
+        self.budgets = self.budgets or [self.running]
+        widest = self.plan(max(self.budgets), self.running)
         # Neither the budget nor the requests that may run change what a step takes: worked out once for all settings.
         self.step, self.steps = step_of_batch(widest), Server(widest).steps
-        alone = self.server(self._budget(TOKEN_BUDGET), fixed.max_running or 1)
+        alone = self.server(fixed.token_budget or TOKEN_BUDGET, fixed.max_running or 1)
         one = alone.serve(alone.closed_loop(rounds=2))
         self.alone_ttft_s = one.ttft_s.mean
         self.alone_tpot_s = one.tpot_s.mean if one.tpot_s.n else 0.0
         self.alone_e2e_s = one.e2e_s.mean
-
-    def _budget(self, budget: int) -> int:
-        return self.fixed.token_budget or budget
 
     def plan(self, budget: int, running: int) -> ServingPlan:
         """With a cache for so many requests, where the engine's own choice holds fewer."""
@@ -274,26 +280,24 @@ class _Way:
 
     def first(self, slo: Slo) -> tuple[int, AtRate | None]:
         """The engine's usual token budget, or the first that keeps to the SLO at all, and the most that it carries."""
-        running = self.fixed.max_running or MAX_RUNNING
-        budgets = [self.fixed.token_budget] if self.fixed.token_budget else [TOKEN_BUDGET, *reversed(BUDGETS)]
-        for budget in budgets:
-            found = self.rate(budget, running, slo) if budget >= running else None
+        usual = sorted(self.budgets, key=lambda budget: (budget != TOKEN_BUDGET, -budget))
+        for budget in usual:
+            found = self.rate(budget, self.running, slo)
             if found is not None:
                 return budget, found
-        return budgets[0], None
+        return usual[0], None
 
     def tuned(self, slo: Slo, budget: int, expected: AtRate) -> tuple[Setting, AtRate]:
         """A better token budget, if there is one, and the fewest running requests that carry as much."""
-        fixed = self.fixed
-        running = fixed.max_running or MAX_RUNNING
-        for other in [] if fixed.token_budget else [b for b in BUDGETS if b >= running and b != budget]:
+        running = self.running
+        for other in [each for each in self.budgets if each != budget]:
             if self.holds(other, running, slo, BETTER * expected.rate_per_s) is None:
                 continue
             found = self.rate(other, running, slo)
             if found is not None and found.rate_per_s > expected.rate_per_s:
                 budget, expected = other, found
         # Without an SLO nothing is gained by letting requests wait.
-        fewer = [] if fixed.max_running or slo.is_free else [n for n in RUNNING if n < running]
+        fewer = [] if self.fixed.max_running or slo.is_free else [n for n in RUNNING if n < running]
         latest_s = WAITS * expected.ttft_s
         rate, low, high = AS_GOOD * expected.rate_per_s, 0, len(fewer)  # what some carry, more carry too
         while low < high:
