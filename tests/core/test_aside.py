@@ -160,6 +160,7 @@ def test_there_is_one_way_of_writing_aside() -> None:
         SOURCES / "kernels" / "native" / "build.py",
         SOURCES / "engine" / "packed_cache.py",
         SOURCES / "server" / "batch" / "store.py",
+        SOURCES / "server" / "response_cache.py",
     }
     pattern = re.compile(r"""["'][^"'\n]*\.(tmp|part|partial|saving)["']|os\.replace\(""")
     found = [

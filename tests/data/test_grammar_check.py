@@ -41,7 +41,8 @@ def test_what_can_be_used_is_known_and_what_cannot_gets_a_sentence(check: Gramma
 
 def test_what_compiles_for_ever_is_ended_and_the_next_is_compiled(check: GrammarCheck) -> None:
     began = time.monotonic()
-    with pytest.raises(InputError, match=r"JSON schema cannot be used: it takes over 2 s\."):
+    # A fast processor comes to the limit of memory before that of time.
+    with pytest.raises(InputError, match=r"JSON schema cannot be used: (it takes over 2 s|its process ended)\."):
         check.require(Constraint.json_schema({"type": "integer", "multipleOf": 99_999_989}))
     assert time.monotonic() - began < 10
     check.require(Constraint.regex("b+"))
