@@ -100,7 +100,7 @@ def test_only_types_that_were_measured_to_be_good_enough_are_tried(here: Hardwar
     shapes, notes = ways_to_serve(SHAPE, here, Quality({}, {}))
     assert shapes == [SHAPE]
     assert "--survey" in notes[0]
-    assert "--kv-dtype int8" in notes[1]
+    assert "--kv-dtype TYPE" in notes[1]
     assert ways_to_serve(SHAPE, here, MEASURED, own_weights=False, own_cache=False) == ([SHAPE], [])
     coded = replace(SHAPE, scheme="int8")  # as the checkpoint is
     assert [s.scheme for s in ways_to_serve(coded, here, MEASURED, own_cache=False)[0]] == ["int8"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -45,7 +46,10 @@ class Below:
     def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
         assert request.status is Status.RUNNING
         n_before = self.random.choice((0, 1, 2)) if self.random.random() < 0.2 else 99  # pages before a damaged one
-        n = min(end - first, n_before, self.random.choice((1, 2)) if bounded else 99)
+        n_held = sum(
+            1 for _ in itertools.takewhile(self.held.__contains__, request.page_keys[first:end])
+        )  # others were lost since
+        n = min(n_held, n_before, self.random.choice((1, 2)) if bounded else 99)
         for place in range(first, first + n):
             page = request.pages[place]
             assert self.machine.scheduler.pool.references[page] == 1, "a shared page is about to be written"

@@ -138,7 +138,7 @@ def ways_to_serve(
         caches += [name for name in quality.passing("cache") if name not in (shape.cache_dtype, "fp32")]
         if not quality.cache:
             notes.append(
-                "a cache of fewer bits: nothing says what it costs this model. `twostroke compare MODEL MODEL --kv-dtype int8` "
+                "a cache of fewer bits: nothing says what it costs this model. `twostroke compare MODEL MODEL --kv-dtype TYPE` "
                 "does."
             )
     return [replace(shape, scheme=scheme, kv_dtype=cache) for scheme in schemes for cache in caches], notes
