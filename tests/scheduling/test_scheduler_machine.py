@@ -46,9 +46,8 @@ class Below:
     def load(self, request: Request, first: int, end: int, bounded: bool) -> int:
         assert request.status is Status.RUNNING
         n_before = self.random.choice((0, 1, 2)) if self.random.random() < 0.2 else 99  # pages before a damaged one
-        n_held = sum(
-            1 for _ in itertools.takewhile(self.held.__contains__, request.page_keys[first:end])
-        )  # others were lost since
+        # Of those that were worth loading some may be lost by now.
+        n_held = sum(1 for _ in itertools.takewhile(self.held.__contains__, request.page_keys[first:end]))
         n = min(n_held, n_before, self.random.choice((1, 2)) if bounded else 99)
         for place in range(first, first + n):
             page = request.pages[place]
@@ -359,10 +358,15 @@ def _run(max_examples: int, step_count: int) -> None:
 
 
 def test_no_page_is_lost_or_shared_wrongly() -> None:
-    _run(max_examples=250, step_count=30)
-    # How often depends on what else is imported, because Hypothesis also draws the numbers that stand in our modules.
-    drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
-    assert min(*drafts, SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed) > 0
+    # How often each thing happens depends on what else is imported, because Hypothesis also draws the numbers that stand in our
+    # modules: what is rare may come only with longer walks.
+    for step_count in (30, 40, 50, 60):
+        _run(max_examples=250, step_count=step_count)
+        drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
+        least = min(*drafts, SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed)
+        if least > 0:
+            break
+    assert least > 0
 
 
 @pytest.mark.soak
