@@ -104,7 +104,7 @@ def main() -> None:
     given = parser.parse_args()
     from twostroke.kernels.native_library import why_absent
 
-    if (absent := why_absent()) is not None:  # a user of `make demo` has it, and without it other engines are measured
+    if absent := why_absent():  # a user of `make demo` has it, and without it other engines are measured
         raise SystemExit(f"The session is of an engine with its native library, which is absent: {absent}")
     given.out.mkdir(parents=True, exist_ok=True)
     to_type = commands(given.budget_s)
