@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from twostroke.core.errors import CapacityError
+from twostroke.scheduling.beams import Beams
 from twostroke.scheduling.request import Request, Status
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     n_right = n_wrong = n_rolled_back = 0  # drafts, and pages that only wrong ones needed
     n_restored = n_begun = 0  # pages from the tier below, and requests that took over a part of a page
     n_mixed = 0  # changes of weights after which requests of several were under way
+    n_forked = n_folded = 0  # sequences of a search that took over another's pages, and searches that were preempted
 
     @initialize(
         page_tokens=st.sampled_from((1, 2, 3, 4)),
@@ -130,6 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.sampled_from((None, None, 3.0, 20.0)),
         n_forks=st.sampled_from((0, 0, 1, 3)),
         scored=st.sampled_from((None, None, 0)),
+        width=st.sampled_from((0, 0, 0, 2, 3)),
     )
     def add(
         self,
@@ -140,21 +144,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience: float | None,
         n_forks: int,
         scored: int | None,
+        width: int,
     ) -> None:
+        deadline = None if patience is None else self.now + patience
+        if 0 < width <= self.config.max_running:
+            searching = {"use_beam_search": True, "best_of": width, "early_stopping": "never"}
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **searching)
+            request = Request(f"r{self.n_added}", prompt, params, priority, (2,), client, deadline)
+            self._add(request, prompt, max_tokens, width)
+            return
         original: Request | None = None
         for _ in range(1 + n_forks):
             params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored if original is None else None)
-            deadline = None if patience is None else self.now + patience
             request = Request(f"r{self.n_added}", prompt, params, priority, (2,), client, deadline, original)
             original = original or request
             self._add(request, prompt, max_tokens)
 
-    def _add(self, request: Request, prompt: list[int], max_tokens: int) -> None:
+    def _add(self, request: Request, prompt: list[int], max_tokens: int, width: int = 1) -> None:
         self.n_added += 1
         try:
             self.scheduler.add(request)
         except CapacityError:
             needed = -(-(min(len(prompt) + max_tokens, self.config.max_model_len) - 1) // self.config.page_tokens)
+            n_shared = len(prompt) // self.config.page_tokens  # by the sequences of a search
+            needed += (width - 1) * (needed - n_shared)
             assert needed > self.config.n_pages or len(prompt) >= self.config.max_model_len
 
     @precondition(lambda self: self.scheduler.requests)
@@ -236,17 +249,24 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         def propose(decoding: Sequence[Request], n_tokens: int, room: int) -> Mapping[int, Sequence[int]]:
             assert n_tokens + room <= self.config.token_budget
-            places = [i for i in range(len(decoding)) if random.random() < 0.6]
+            places = [i for i, request in enumerate(decoding) if request.beams is None and random.random() < 0.6]
             return {i: random.choices((0, 1, 2), (20, 19, 1), k=random.choice((1, 2, 6))) for i in places}
 
-        due = {r.id for r in scheduler.requests.values() if r.status is Status.RUNNING and len(r.tokens) - r.n_computed == 1}
+        running = {r for r in scheduler.requests.values() if r.status is Status.RUNNING and r.beams is None}
+        due = {r.id for r in running if len(r.tokens) - r.n_computed == 1}
+        together = [beams for beams in scheduler.searching if len(beams.live) > 1 and not beams.catching_up]
+        n_preemptions = scheduler.n_preemptions
         step = self.step = scheduler.schedule(propose)
         assert sum(step.counts) == step.n_tokens <= self.config.token_budget
         assert len(set(step.by_request())) == len(step.requests) <= self.config.max_running
         assert sum(map(len, step.drafts.values())) <= self.config.draft_rows
         assert due <= set(step.by_request()) | set(step.preempted)  # no decode is starved
+        for beams in together:  # a search's sequences decode in the same steps, or are preempted at once
+            assert beams.folded or {r.id for r in beams.live} <= set(step.by_request())
+        SchedulerMachine.n_folded += (scheduler.n_preemptions > n_preemptions) and any(beams.folded for beams in together)
         assert step.requests or not scheduler.requests  # always progress
-        slots = [r.slot for r in scheduler.requests.values() if r.status is Status.RUNNING]
+        slots = [r.slot for r in self._holders() if r.status is Status.RUNNING]
+        slots += [slot for beams in scheduler.searching for slot in beams.slots]
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.config.max_running for slot in slots)
         self.tables |= {r.slot: list(r.pages) for r in step.grown}
@@ -258,10 +278,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_scored = sum(n for request, n in prompts if request.params.prompt_logprobs is not None)
         assert self.config.scored_rows is None or n_scored <= self.config.scored_rows
         SchedulerMachine.n_begun += len(scheduler._sources)
-        for source, target in step.copies:
-            assert scheduler.pool.references[source]
+        read = [list(self.cache[source]) for source, _ in step.copies]  # all are read before any is written
+        for (source, target), content in zip(step.copies, read, strict=True):
+            assert scheduler.pool.references[source] or source in {told for _, told in step.copies}
             assert scheduler.pool.references[target] == 1
-            self.cache[target] = list(self.cache[source])
+            self.cache[target] = content
         self.texts = [request.tokens + step.drafts.get(i, []) for i, request in enumerate(step.requests)]
         for i, (request, start, n) in enumerate(zip(step.requests, step.starts, step.counts, strict=True)):
             assert n >= 1
@@ -283,8 +304,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         step, self.step = self.step, None
         assert step is not None
         sampled: list[int | list[int] | None] = [
-            random.choices((0, 1, 2), (20, 19, 1))[0] if step.samples(i) else None for i in range(len(step.requests))
+            random.choices((0, 1, 2), (20, 19, 1))[0] if step.samples(i) and request.beams is None else None
+            for i, request in enumerate(step.requests)
         ]
+        searches = self._searches_of(step)
         for i, draft in step.drafts.items():
             tokens = [sampled[i]]
             while len(tokens) <= len(draft) and tokens[-1] == draft[len(tokens) - 1]:
@@ -297,6 +320,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish_reason in ("stop", "length", "error")
             assert request.id not in self.scheduler.requests
             assert not request.pages
+        lost = {root for root, beams in searches.items() if failed & {request.id for request in beams.live}}
+        for root in lost:
+            self.scheduler.fail(root)
+        for root in searches.keys() - lost:
+            self._go_on(root, random)
         for i, draft in step.drafts.items():
             request, (n_tokens, pages) = step.requests[i], before[i]
             if alive[i] and request.id not in failed:
@@ -309,6 +337,27 @@ class SchedulerMachine(RuleBasedStateMachine):
                 SchedulerMachine.n_right += len(request.tokens) - n_tokens - 1
                 SchedulerMachine.n_wrong += len(draft) - (len(request.tokens) - n_tokens - 1)
 
+    def _searches_of(self, step: ScheduledStep) -> dict[Request, Beams]:
+        """By root, the searches whose sequences ``step`` computes to their last tokens."""
+        sampled = [request.beams for i, request in enumerate(step.requests) if step.samples(i)]
+        return {b.root: b for b in sampled if b is not None and b in self.scheduler.searching and not b.folded}
+
+    def _go_on(self, root: Request, random: random.Random) -> None:
+        beams = root.beams
+        assert beams is not None
+        drawn = [[(token, math.log(1e-9 + random.random())) for token in range(6)] for _ in beams.live]
+        rows = [sorted(row, key=lambda pair: -pair[1]) for row in drawn]
+        search = beams.search.advance(rows, lambda beam: beam.token == 2 and random.random() < 0.1)
+        SchedulerMachine.n_forked += len(search.live) - len({beam.place for beam in search.live})
+        self.scheduler.go_on(root, search)
+        if not search.done:
+            assert [r.tokens[root.n_prompt :] for r in beams.live] == [[b.token for b in beam.path()] for beam in search.live]
+
+    def _holders(self) -> set[Request]:
+        """Everything that may hold pages: requests, those of the step under way, and the sequences of searches."""
+        members = {request for beams in self.scheduler.searching for request in beams.members}
+        return members | set(self.scheduler.requests.values()) | set(self.step.requests if self.step else ())
+
     @invariant()
     def references_are_exactly_what_requests_hold(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -316,8 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         SchedulerMachine.n_transitions += 1
         pool = self.scheduler.pool
         holders = dict(enumerate([0] * pool.n_pages))
-        requests = set(self.scheduler.requests.values()) | set(self.step.requests if self.step else ())
-        for request in requests:
+        for request in self._holders():
             for page in request.pages:
                 if page >= 0:
                     holders[page] += 1
@@ -336,10 +384,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             step = self.scheduler.schedule()
-            self.scheduler.update(step, [0 if step.samples(i) else None for i in range(len(step.requests))])
+            searches = self._searches_of(step)
+            plain = [request.beams is None and step.samples(i) for i, request in enumerate(step.requests)]
+            self.scheduler.update(step, [0 if samples else None for samples in plain])
+            for root in searches:
+                self._go_on(root, random.Random(0))
         assert not self.scheduler.has_work
         assert self.scheduler.pool.n_used == 0
-        assert self.scheduler.n_running == self.scheduler.n_waiting == 0
+        assert self.scheduler.n_running == self.scheduler.n_waiting == len(self.scheduler.searching) == 0
         assert len(self.scheduler._slots) == self.config.max_running
         assert len(self.scheduler._accounts) == 0
 
@@ -363,7 +415,8 @@ def test_no_page_is_lost_or_shared_wrongly() -> None:
     for step_count in (30, 40, 50, 60):
         _run(max_examples=250, step_count=step_count)
         drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
-        least = min(*drafts, SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed)
+        found = SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed
+        least = min(*drafts, *found, SchedulerMachine.n_forked, SchedulerMachine.n_folded)
         if least > 0:
             break
     assert least > 0
