@@ -351,3 +351,26 @@ def test_rows_of_the_embedding_without_a_token_are_never_allowed(model: Path) ->
     allowed = request.matcher.allowed(spec.vocab_size + 70)
     assert not allowed[spec.vocab_size :].any()
     assert np.count_nonzero(allowed) > 300
+
+
+FIXED = Constraint.grammar('start: "the answer is always the same text, " /[a-z]{1,6}/ " and it ends so, every single time."')
+
+
+@pytest.mark.skipif(library() is None, reason="drafts are the native runner's")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_text_is_drafted_and_changes_no_answer(model: Path, temperature: float) -> None:
+    """A grammar that is given allows one way of cutting forced text, so each of its drafts is right; a schema allows all."""
+    forms = [FIXED, *(Constraint.json_schema(schema) for schema in SCHEMAS[:4])]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, constraint=form) for i, form in enumerate(forms)]
+    found = {}
+    for speculate in ("off", "auto"):
+        llm = LLM(model, dtype="fp32", n_threads=1, speculate=speculate)
+        found[speculate] = [answers(llm.generate([PROMPT] * len(params), params)) for _ in range(3)]
+        alone = llm.stats()
+        llm.generate(PROMPT, params[0])
+        last = llm.stats()
+        n_steps = last.decode_steps - alone.decode_steps
+        n_tokens = last.output_tokens - alone.output_tokens
+    assert found["off"] == found["auto"]
+    assert last.accepted_draft_tokens > alone.accepted_draft_tokens
+    assert n_steps < n_tokens / 2, (n_steps, n_tokens)

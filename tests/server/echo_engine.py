@@ -41,6 +41,7 @@ class Event:
     cached_tokens: int = 0
     embedding: Any = None
     fingerprint: str | None = None
+    started_s: float | None = None
 
 
 @dataclass
@@ -89,6 +90,9 @@ class EchoEngine:
 
     def changed_blocks(self) -> dict[bytes, bool]:
         return self.tree.changes()
+
+    def described_block(self, key: bytes) -> tuple[bytes, list[int], str | None] | None:
+        return self.tree.described(key)
 
     def cached(self, prompt_ids: list[int]) -> int:
         """Tokens of the prompt that are cached, without the last. It is cached whole afterwards."""
@@ -230,6 +234,8 @@ class EchoEngine:
                 ]
             cached = request.cached if request.n_output == 1 and index == 0 else 0
             events.append(Event(request_id, [token], logprobs, finish, index, scores, cached))
+            if request.n_output == 1 and index == 0:
+                events[-1].started_s = time.monotonic()
             if self.changed and request.told != request.weights:
                 request.told = events[-1].fingerprint = request.weights
             if finish:

@@ -17,7 +17,7 @@ from pathlib import Path
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
 from twostroke.server.json_logs import log_as_json
-from twostroke.server.launch import CaptureSettings, ServeSettings, bind
+from twostroke.server.launch import CaptureSettings, KVEventSettings, ServeSettings, bind
 from twostroke.server.run import Started, serve_model
 
 
@@ -48,6 +48,9 @@ def main() -> int:
     parser.add_argument("--max-queued-tokens", type=int)
     parser.add_argument("--max-running", type=int)
     parser.add_argument("--usage-log", type=Path)
+    parser.add_argument("--kv-events")
+    parser.add_argument("--kv-events-replay")
+    parser.add_argument("--otlp-endpoint")
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
@@ -82,6 +85,9 @@ def main() -> int:
         response_cache_bytes=args.response_cache_bytes,
         usage_log=args.usage_log,
         max_queued_tokens=args.max_queued_tokens,
+        kv_events=args.kv_events
+        and KVEventSettings(None if args.kv_events == "http" else args.kv_events, args.kv_events_replay, "kv@here@echo"),
+        otlp_endpoint=args.otlp_endpoint,
         extra=(*args.engine, *(f"--{name.replace('_', '-')}={value}" for name, value in running.items())),
     )
     listener = bind(args.host, 0)

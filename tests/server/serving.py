@@ -93,3 +93,25 @@ def named_events(text: str) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
+
+
+@contextlib.contextmanager
+def real_server(model: Path, home: Path, options: Sequence[str] = (), name: str = "echo") -> Iterator[Served]:
+    """``twostroke serve`` of a model with weights."""
+    stderr = home / "stderr.txt"
+    words = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json", "--served-name", name, *options]
+    with stderr.open("w") as log:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home))
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while lines[-1] not in ("", "}\n"):
+            lines.append(process.stdout.readline())
+        assert lines[-1], stderr.read_text()
+        yield Served(process, json.loads("".join(lines))["url"], 0, stderr)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

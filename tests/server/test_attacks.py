@@ -23,6 +23,8 @@ import pytest
 from attacks import answer_of, connect, post, silent_connections, status_of
 from serving import Served, echo_server, metric, until
 
+from twostroke.server.gate import OPEN_ROUTES
+
 BODY: dict[str, Any] = {"model": "echo", "prompt": "the fox", "max_tokens": 4}
 BOTH = pytest.mark.parametrize("options", [[], ["--plain"]], ids=["httptools", "h11"])
 
@@ -166,6 +168,12 @@ PATHS = (
 )  # fmt: skip
 
 
+OPEN = (
+    "/health", "/ready", "/", "/page/answer.js", "/page/chat.css", "/page/chat.js", "/page/panel.js", "/page/requests.js",
+)  # fmt: skip
+"""Every route that needs no key where one is set (docs/http.md says why)."""
+
+
 @BOTH
 def test_no_path_is_open_without_a_key_but_the_probes_and_the_page(
     echo_model: Path, tmp_path: Path, options: list[str]
@@ -177,7 +185,9 @@ def test_no_path_is_open_without_a_key_but_the_probes_and_the_page(
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 found = {path: web.request(method, path).status_code for path in PATHS}
                 assert set(found.values()) == {401}, (method, found)
-            assert web.get("/health").status_code == web.get("/ready").status_code == web.get("/").status_code == 200
+            for path in OPEN:
+                assert web.get(path).status_code == 200, path
+            assert set(OPEN) == OPEN_ROUTES, "a further route without a key is decided on, not added"
         with connect(server.url) as peer:  # refused by its headers: the body is not waited for
             peer.sendall(post(BODY, headers="authorization: Bearer guess\r\n", length=1_900_000))
             assert status_of(answer_of(peer, to_the_end=True)) == 401
@@ -215,11 +225,12 @@ def test_a_request_is_not_smuggled_in_another(served: Served, kind: str) -> None
 # Schemathesis.
 
 
-def schemathesis(served: Served, folder: Path, phases: str, n: int, timeout_s: float) -> int:
+def schemathesis(served: Served, folder: Path, phases: str, n: int, timeout_s: float, paths: str = ".*") -> int:
     """How many requests were made from the server's own description, by all checks but one: that what the schema admits is
     accepted, since it does not know the model's context and which fields exclude each other."""
     command = [str(Path(sys.executable).with_name("st")), "run", f"{served.url}/openapi.json", "--no-color", "--checks", "all"]
     command += ["--exclude-checks", "positive_data_acceptance", "--phases", phases, "--max-examples", str(n), "--seed", "1"]
+    command += ["--include-path-regex", paths]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:]
     counted = re.search(r"([\d,]+) generated", done.stdout)
@@ -231,6 +242,16 @@ def schemathesis(served: Served, folder: Path, phases: str, n: int, timeout_s: f
 
 def test_requests_made_from_the_description_find_nothing(echo: Served, tmp_path: Path) -> None:
     assert schemathesis(echo, tmp_path, "fuzzing", 30, 120) >= 60
+
+
+CHANGING = "^/(admin|v1/files|v1/batches|v1/feedback)"
+
+
+def test_requests_to_routes_that_change_something_find_nothing(echo_model: Path, tmp_path: Path) -> None:
+    options = ["--admin", "--files-dir", str(tmp_path / "files"), "--capture", str(tmp_path / "chats")]
+    with echo_server(echo_model, tmp_path, options) as served:
+        assert schemathesis(served, tmp_path, "fuzzing", 20, 120, CHANGING) >= 60
+        assert served.stop() == 0
 
 
 @pytest.mark.soak

@@ -22,11 +22,13 @@ LOST = {"engine_lost", "engine_not_ready", "too_many_requests"}
 
 
 def engines(served: Served) -> list[int]:
-    return [p.pid for p in psutil.Process(served.process.pid).children() if any("echo_engine" in word for word in p.cmdline())]
+    children = psutil.Process(served.process.pid).children()
+    return [p.pid for p in children if any("echo_engine" in word or "engine_process" in word for word in p.cmdline())]
 
 
 def sent(i: int) -> dict[str, Any]:
-    return {"model": "echo", "prompt": [1, 2, 3, i % 200], "max_tokens": N_TOKENS, "ignore_eos": True, "stream": i % 2 == 0}
+    fields = {"max_tokens": N_TOKENS, "ignore_eos": True, "temperature": 0, "stream": i % 2 == 0}
+    return {"model": "echo", "prompt": [1, 2, 3, i % 200], **fields}
 
 
 async def one(web: httpx.AsyncClient, i: int, outcomes: Counter[str], texts: dict[int, str]) -> None:
@@ -138,6 +140,38 @@ def test_a_signal_replaces_the_engines_while_requests_are_answered(echo_model: P
         outcomes = asyncio.run(scenario())
         assert set(outcomes) <= {"whole", "streamed"}, "none failed"
         assert not before & set(engines(served))
+        assert served.stop() == 0
+
+
+def test_weights_replaced_in_all_engines_under_load_fail_nothing(echo_model: Path, tmp_path: Path) -> None:
+    names = [f"new-{i}" for i in range(3)]
+    for name in names:
+        (tmp_path / name).mkdir()
+    with echo_server(echo_model, tmp_path, (*OPTIONS[:1], "2", "--admin", *OPTIONS[2:])) as served:
+
+        async def scenario() -> Counter[str]:
+            outcomes: Counter[str] = Counter()
+            texts: dict[int, str] = {}
+            stop = False
+            async with httpx.AsyncClient(base_url=served.url, timeout=60, trust_env=False) as web:
+
+                async def user(k: int) -> None:
+                    i = k
+                    while not stop:
+                        await one(web, i, outcomes, texts)
+                        i += 9
+
+                users = [asyncio.create_task(user(k)) for k in range(8)]
+                for name, in_flight in zip(names, ("finish", "continue", "finish"), strict=True):
+                    await asyncio.sleep(0.3)
+                    changed = await web.post("/admin/weights", json={"path": str(tmp_path / name), "in_flight": in_flight})
+                    assert (changed.status_code, changed.json()["fingerprint"]) == (200, f"fp_{name}")
+                stop = True
+                await asyncio.gather(*users)
+            return outcomes
+
+        outcomes = asyncio.run(scenario())
+        assert set(outcomes) == {"whole", "streamed"}, "none failed"
         assert served.stop() == 0
 
 

@@ -22,6 +22,7 @@ from twostroke.core.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.choosing.server_settings import ServerChoice
+    from twostroke.server.launch import KVEventSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -80,6 +81,15 @@ def serve(
     usage_log: Path | None = typer.Option(
         None, help="File to which a JSON line of each request's tokens and times is appended."
     ),
+    kv_events: str | None = typer.Option(
+        None,
+        help="Publish what the cache holds, as vLLM does: at tcp://… or ipc://…, or with `http` at /admin/kv-events alone.",
+    ),
+    kv_events_replay: str | None = typer.Option(None, help="Where published events can be had again, tcp://… or ipc://…."),
+    kv_events_topic: str | None = typer.Option(None, help="Their topic. Default: kv@HOST:PORT@NAME of this server."),
+    otlp_endpoint: str | None = typer.Option(
+        None, help="URL of an OpenTelemetry collector that gets a trace of each request, as http://localhost:4318."
+    ),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -131,7 +141,8 @@ def serve(
     )
     settings = replace(
         settings, log_requests=log_json, response_cache=response_cache, response_cache_bytes=int(response_cache_gib * 2**30),
-        usage_log=usage_log, max_queued_tokens=max_queued_tokens,
+        usage_log=usage_log, max_queued_tokens=max_queued_tokens, otlp_endpoint=otlp_endpoint,
+        kv_events=_kv_events(kv_events, kv_events_replay, kv_events_topic, engine.separate_prefixes),
     )  # fmt: skip
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
@@ -174,6 +185,29 @@ def serve(
         finally:
             child.kill()
     log("stopped after " + ", ".join(f"{format_count(value)} {name.replace('_', ' ')}" for name, value in totals.items()))
+
+
+def _kv_events(endpoint: str | None, replay: str | None, topic: str | None, separate: bool) -> KVEventSettings | None:
+    """Raises ConfigError for what does not go together."""
+    from twostroke.server.launch import KVEventSettings
+
+    if endpoint is None:
+        if replay is not None or topic is not None:
+            raise ConfigError("--kv-events-replay and --kv-events-topic are of --kv-events. Give it, or leave them out.")
+        return None
+    for option, value in (("--kv-events", endpoint), ("--kv-events-replay", replay)):
+        if value is not None and not value.startswith(("tcp://", "ipc://")) and (option, value) != ("--kv-events", "http"):
+            raise ConfigError(
+                f"{option} {value} must be an address as tcp://*:5557 or ipc:///run/file, --kv-events may be `http`."
+            )
+    if separate:
+        raise ConfigError(
+            "--kv-events tells the tokens of all prompts, and with --api-key-file each key has prefixes of its own. Give "
+            "--share-prefixes if the keys trust each other, or leave it out."
+        )
+    if endpoint == "http" and (replay is not None or topic is not None):
+        raise ConfigError("--kv-events http has no topic, and its route replays by itself. Leave the other two out.")
+    return KVEventSettings(None if endpoint == "http" else endpoint, replay, topic)
 
 
 def _set(

@@ -12,6 +12,8 @@ from twostroke.scheduling.constraint import Constraint
 MOST_LEXER_STATES = 20_000
 """Of one answer: llguidance takes 1 to 2 kB a state, so 40 MB at most. Its own limit is 250,000."""
 MOST_SYMBOLS = 100_000
+STEP_FUEL, STEP_ITEMS = 200_000, 50_000
+"""Of one mask: what its lexer may do, and items of its parser. Beyond them the answer fails."""
 FREELY = '%llguidance {"no_forcing": true}'
 """The line of a grammar by which every way of cutting a text into tokens is allowed."""
 _SENTENCE = 240
@@ -54,7 +56,10 @@ def compiled(constraint: Constraint, vocabulary: Any) -> Any:
     allows no text at all, or goes beyond llguidance's limits. None of these limits time: a schema can take minutes.
     """
     found = library()
-    limits = found.LLParserLimits(max_lexer_states=MOST_LEXER_STATES, max_grammar_size=MOST_SYMBOLS, verbose_errors=False)
+    limits = found.LLParserLimits(
+        max_lexer_states=MOST_LEXER_STATES, max_grammar_size=MOST_SYMBOLS, step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS,
+        verbose_errors=False,
+    )  # fmt: skip
     try:
         matcher = found.LLMatcher(vocabulary, _grammar(constraint, found.LLMatcher), log_level=0, limits=limits)
     except ValueError as error:

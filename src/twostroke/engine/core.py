@@ -47,6 +47,7 @@ from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
 from twostroke.engine.speculation.early_exit import UNTRAINED, ExitDrafter, RepeatsOrExits, exit_layers
+from twostroke.engine.speculation.forced import ForcedDrafts
 from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.speculation.times import planned_step_s, timed_step_s
 from twostroke.engine.tiers import session
@@ -84,7 +85,8 @@ class TokenEvent:
     event has those of the next tokens of the prompt, from the second token on.
 
     The answers of a beam search come at its end, the best first. An answer's last event has their ``cumulative_logprob``.
-    ``cached_tokens``: how many tokens of the prompt were found in the cache, in the first event of answer 0 that has tokens.
+    ``cached_tokens``: how many tokens of the prompt were found in the cache, and ``started_s`` when it began to be computed
+    (``time.monotonic``), in the first event of answer 0 that has tokens.
     A request with ``pooling`` has one event, with its ``embedding`` and no token. ``fingerprint``: of the weights that computed
     the tokens, in the answer's first event and where they change, once weights have been replaced; else None.
     """
@@ -99,6 +101,7 @@ class TokenEvent:
     cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
     fingerprint: str | None = None
+    started_s: float | None = None
 
 
 EVENT_ENTRIES = 512
@@ -204,6 +207,7 @@ class EngineCore:
 
     def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter | ExitDrafter | RepeatsOrExits:
         times = self.step_times(directory)
+        self._forced = ForcedDrafts(times)
         if not self.settings.speculate.startswith(DRAFT):
             exits = None if self._exit_layers is None else self._make_exits(self._exit_layers, times)
             if exits is not None and self.settings.speculate != "auto":
@@ -536,6 +540,12 @@ class EngineCore:
         """Keys of pages that were stored (true) or removed since the last call."""
         return self.scheduler.pool.tree.changes()
 
+    def described_block(self, key: bytes) -> tuple[bytes, list[int], str | None] | None:
+        """Of a full page that is known by ``key``: the key before it, its tokens, and if it begins a prefix the name of its
+        adapter, "" for none. None of a page that is gone or filled in part."""
+        found = self.scheduler.pool.tree.described(key)
+        return found if found is not None and len(found[1]) == self.scheduler.config.page_tokens else None
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
         for name in self._names.get(request_id, [])[:]:
@@ -639,12 +649,13 @@ class EngineCore:
                 scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
                 events.append(self._event(request.id, new, scored, request.finish_reason, weights=request.weights))
                 if request.n_output == len(new) and request.fork_of is None:
-                    events[-1].cached_tokens = request.n_prefix_hit
+                    events[-1].cached_tokens, events[-1].started_s = request.n_prefix_hit, request.started_s
         for place, vector in vectors.items():
             request = step.requests[place]
             if request.id not in failed:
                 events.append(self._event(request.id, [], finish_reason=request.finish_reason, weights=request.weights))
                 events[-1].cached_tokens, events[-1].embedding = request.n_prefix_hit, vector
+                events[-1].started_s = request.started_s
         for request in finished:
             if request.id in failed:
                 events.append(self._event(request.id, [], finish_reason="error"))
@@ -676,7 +687,7 @@ class EngineCore:
                 events.append(TokenEvent(request_id, [each.token for each in part], scored, index=i))
             events[-1].finish_reason = "stop" if beam is not None and beam.stopped else why or "length"
             events[-1].cumulative_logprob = None if beam is None else beam.score
-        events[0].cached_tokens = root.n_prefix_hit
+        events[0].cached_tokens, events[0].started_s = root.n_prefix_hit, root.started_s
         if self._tags:
             self._tag(events[0], self._answers[root.id], root.weights)
         self._forget(root.id)
@@ -684,7 +695,8 @@ class EngineCore:
 
     def _propose(self, decoding: Sequence[Request], n_rows: int, room: int) -> Mapping[int, Sequence[int]]:
         """Drafts for those of ``decoding`` that do not search: what follows in a search is chosen from all its sequences. Where
-        an answer must have a form, a draft ends before the first token that does not continue it."""
+        an answer must have a form, a draft ends before the first token that does not continue it, and where one text alone may
+        follow, that is a draft."""
         assert self._drafter is not None
         found: Mapping[int, Sequence[int]]
         if not self.scheduler.searching:
@@ -701,7 +713,8 @@ class EngineCore:
             kept = draft[: matcher.accepted(decoding[i].tokens, draft)] if isinstance(matcher, Matcher) else draft
             if kept:
                 cut[i] = kept
-        return cut
+        n = sum(map(len, cut.values()))
+        return cut | self._forced.propose(decoding, cut, n_rows + n, room - n)
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
         """Logits of the last rows of the requests at ``places``, and the ids of requests whose prompts cannot be scored because

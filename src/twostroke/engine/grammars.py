@@ -28,11 +28,16 @@ class Matcher:
     """How far one answer has come in its form. ``words`` has a bit for each token, from the lowest on: those that may come
     next."""
 
-    def __init__(self, form: Any, n_prompt: int, n_vocab: int, ends: frozenset[int]) -> None:
+    def __init__(self, form: Any, n_prompt: int, n_vocab: int, ends: frozenset[int], vocabulary: Any = None) -> None:
         self.words: npt.NDArray[np.uint32] = np.zeros(-(-n_vocab // 32), np.uint32)
         self._form = form
         self._n_prompt = n_prompt
         self._ends = ends
+        self._vocabulary = vocabulary
+        self.expected: list[int] = []
+        """Tokens of the one text that may follow, as the tokenizer cuts it; empty if several may, or if nobody has asked."""
+        self._expected_at = 0  # tokens there were before them
+        self._n_right = 0  # of the same text those that came before ``expected``
         self._seen: list[int] = []
         self._known = False  # whether ``words`` are those behind ``_seen``
         self.ahead: Future[None] | None = None
@@ -61,6 +66,33 @@ class Matcher:
         self._wait()
         self._follow(tokens)
         return 0 if self._form.is_error() else int(self._form.validate_tokens(list(draft)))
+
+    def compared(self, tokens: Sequence[int]) -> list[tuple[int, bool]]:
+        """Of the tokens that have come since ``expected`` was found: its place in its text, and whether it was expected, up to
+        the first that was not. What is left of ``expected`` stays."""
+        found: list[tuple[int, bool]] = []
+        if len(tokens) < self._expected_at:  # a step was interrupted
+            self.expected = []
+        for token in tokens[self._expected_at :]:
+            if not self.expected:
+                break
+            right = token == self.expected.pop(0)
+            found.append((self._n_right, right))
+            self._n_right += 1
+            if not right:
+                self.expected = []
+        self._expected_at = len(tokens)
+        return found
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """``expected`` behind ``tokens``, which were ``compared``."""
+        if not self.expected:
+            self._wait()
+            self._follow(tokens)
+            text = b"" if self._form.is_error() else bytes(self._form.compute_ff_bytes())
+            self.expected = list(self._vocabulary.tokenize_partial(text)[0]) if text else []
+            self._n_right = 0
+        return self.expected
 
     def _wait(self) -> None:
         ahead, self.ahead = self.ahead, None
@@ -120,7 +152,7 @@ class Grammars:
         """Let ``request`` follow ``constraint``. Raises what ``compile`` raises."""
         form = self.compile(constraint).deep_copy()
         n_vocab = self._vocabulary.vocab_size
-        request.matcher = Matcher(form, request.n_prompt, n_vocab, frozenset(self._spec.eos_token_ids))
+        request.matcher = Matcher(form, request.n_prompt, n_vocab, frozenset(self._spec.eos_token_ids), self._vocabulary)
         self.used = True
 
     def look_ahead(self, requests: Iterable[Request]) -> None:

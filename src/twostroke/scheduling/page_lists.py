@@ -67,8 +67,12 @@ class PageLists:
         self.hash_full_pages(request)
         for i in range(request.n_registered, min(request.n_computed // page_tokens, len(keys))):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
-            self.pool.tree.insert(keys[i], tokens, request.pages[i], keys[i - 1] if i else self.root_of(request))
+            before, begins = (keys[i - 1], None) if i else (self.root_of(request), self._adapter_of(request))
+            self.pool.tree.insert(keys[i], tokens, request.pages[i], before, begins)
         request.n_registered = request.n_computed // page_tokens
+
+    def _adapter_of(self, request: Request) -> str:
+        return "" if request.adapter is None else request.adapter.name
 
     def register_end(self, request: Request) -> None:
         """Offer the page that ``request`` has filled in part to the prefix tree, because nobody writes to it any more."""

@@ -49,6 +49,7 @@ class PrefixTree:
         self._entry_of: dict[int, tuple[bytes, list[int], bytes]] = {}  # page → its key, its own tokens, the key before it
         self._behind: dict[bytes, dict[int, None]] = {}  # key → pages that follow it, the newest last
         self._changes: dict[bytes, bool] | None = None
+        self._begins: dict[bytes, str] = {}  # keys that follow an empty prefix → the adapter's name, or "" for none
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -78,6 +79,15 @@ class PrefixTree:
         found, self._changes = self._changes, {}
         return found
 
+    def described(self, key: bytes) -> tuple[bytes, list[int], str | None] | None:
+        """Of a key that is known: the key before it, its page's tokens, and if the page begins a prefix the name of its
+        adapter, "" for none. Pages that were stored while nobody watched begin none."""
+        page = self._page_of.get(key)
+        if page is None:
+            return None
+        _, tokens, parent = self._entry_of[page]
+        return parent, tokens, "" if parent == ROOT else self._begins.get(key)
+
     def held(self, key: bytes) -> tuple[int, list[int]] | None:
         """The page of ``key`` and its own tokens, the same list for as long as the page stays. Any thread may ask."""
         page = self._page_of.get(key)
@@ -98,9 +108,9 @@ class PrefixTree:
                 best, most = page, n
         return best, most
 
-    def insert(self, key: bytes, tokens: list[int], page: int, parent: bytes) -> bool:
-        """Record that ``page`` holds the prefix ``key``, which extends ``parent`` by ``tokens``. Returns False if another page
-        already does; that one stays."""
+    def insert(self, key: bytes, tokens: list[int], page: int, parent: bytes, begins: str | None = None) -> bool:
+        """Record that ``page`` holds the prefix ``key``, which extends ``parent`` by ``tokens``. ``begins``: if ``parent`` is
+        an empty prefix, the name of its adapter, "" for none. Returns False if another page already does; that one stays."""
         if key in self._page_of or page in self._entry_of:
             return False
         self._page_of[key] = page
@@ -108,6 +118,8 @@ class PrefixTree:
         self._behind.setdefault(parent, {})[page] = None
         if self._changes is not None:
             self._changes[key] = True
+            if begins is not None:
+                self._begins[key] = begins
         return True
 
     def remove(self, page: int) -> None:
@@ -116,6 +128,7 @@ class PrefixTree:
         if entry is not None:
             key, _, parent = entry
             del self._page_of[key]
+            self._begins.pop(key, None)
             if self._changes is not None:
                 self._changes[key] = False
             behind = self._behind[parent]

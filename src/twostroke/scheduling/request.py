@@ -27,6 +27,9 @@ class Adapter(Protocol):
     @property
     def key(self) -> bytes: ...
 
+    @property
+    def name(self) -> str: ...
+
 
 class Request:
     """``tokens`` is the prompt followed by what was generated; ``n_computed`` of them have their keys and values in ``pages``.
@@ -70,6 +73,7 @@ class Request:
         "priority",
         "restorable",
         "slot",
+        "started_s",
         "status",
         "stop_ids",
         "tokens",
@@ -121,6 +125,7 @@ class Request:
         self.n_prefix_hit = 0  # tokens found in the prefix tree and below it at the first admission
         self.restorable = 0  # leading pages that are to be had by loading further ones; 0 if none is to be loaded
         self.n_preemptions = 0
+        self.started_s = 0.0  # when it first ran (``time.monotonic``)
         self.n_passed = 0  # later requests that were admitted first
         self.weights = b""
         self.beams = Beams(self, params) if params.use_beam_search else None

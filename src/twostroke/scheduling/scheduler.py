@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
+from time import monotonic
 from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
@@ -897,6 +898,7 @@ class Scheduler:
             request.beams.slots = [self._slots.pop() for _ in range(request.beams.width - 1)]
             self.searching.append(request.beams)
         if request.n_preemptions == 0:
+            request.started_s = monotonic()
             request.n_prefix_hit = n_computed
             self.n_prompt_tokens += request.n_prompt
             self.n_prefix_hit_tokens += n_computed

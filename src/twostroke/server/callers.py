@@ -19,13 +19,14 @@ _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 class Caller:
     """``name``: under which its requests take turns. ``account``: of its key, if it sent one. ``read_timeout_s``: after which
     its client gives up if nothing comes; ``came_s``: when the headers were read. Requests of a batch are not ``limited``: they
-    are behind all others, and wait."""
+    are behind all others, and wait. ``traceparent``: the trace that it is part of, as W3C's header has it."""
 
     name: str = ""
     account: Account | None = None
     read_timeout_s: float | None = None
     limited: bool = True
     came_s: float | None = None
+    traceparent: str | None = None
 
 
 NOBODY = Caller()

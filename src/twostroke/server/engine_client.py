@@ -22,6 +22,7 @@ import msgspec
 from twostroke.core.errors import CapacityError, EngineError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
+from twostroke.server.kv_events import EnginePages
 from twostroke.server.launch import EngineChild
 
 log = logging.getLogger("twostroke.server")
@@ -133,7 +134,7 @@ class TokenStream:
 
     An answer of which nothing was taken may `begin_again` on another engine. If ``held``, nothing can be taken before the
     answer is complete or has ``HELD_BYTES``. ``first_s`` is when the first tokens came (``time.perf_counter``), ``asked`` what
-    was asked for, until some are taken, ``asked_s`` when (``time.monotonic``)."""
+    was asked for, until some are taken, ``asked_s`` when, ``started_s`` when the engine began it (``time.monotonic``)."""
 
     def __init__(
         self,
@@ -155,6 +156,7 @@ class TokenStream:
         self.on_first: Callable[[float], None] | None = None
         self.prompt_logprobs: list[wire.TokenLogprobs] = []
         self.cached_tokens = 0
+        self.started_s: float | None = None
         self.embedding: bytes | None = None
         self.computed_by: list[str | None] = [None]
         """Fingerprints of the weights that computed it; None: those that were served when it was asked for."""
@@ -175,6 +177,7 @@ class TokenStream:
             if self.on_first is not None:
                 self.on_first(self.first_s)
         self.cached_tokens = self.cached_tokens or delta.cached_tokens
+        self.started_s = self.started_s or delta.started_s
         self.embedding = self.embedding or delta.embedding
         if delta.fingerprint is not None:
             self._client.tags = True
@@ -214,7 +217,7 @@ class TokenStream:
         self._client, self.request_id = client, request_id
         self._pending, self._pending_bytes = [], 0
         self.prompt_logprobs.clear()
-        self.cached_tokens, self.embedding, self.first_s = 0, None, None
+        self.cached_tokens, self.embedding, self.first_s, self.started_s = 0, None, None, None
         self.computed_by, self._begun = [None], False
 
     def close(self) -> None:
@@ -276,6 +279,7 @@ class EngineClient:
     ) -> None:
         self.info: wire.Ready | None = None
         self.rescue: Callable[[list[TokenStream]], list[TokenStream]] = list
+        self.pages: EnginePages | None = None  # who is told what its cache holds
         self._holds = holds
         self._replacing = False
         self.adapters = dict(adapters or {})  # directories by name; every engine that is started gets them
@@ -602,6 +606,8 @@ class EngineClient:
         if self._channel is not None and self._channel.transport is not None:
             self._channel.transport.abort()
         self._channel = None
+        if self.pages is not None:
+            self.pages.forget()
         self._loaded.clear()
         self._busy_s = 0.0
         streams, self._streams = list(self._streams.values()), {}
@@ -633,15 +639,23 @@ class EngineClient:
                 self.info = event
                 self.asleep = 0
                 self._busy_s = 0.0
+                if self.pages is not None and self._channel is not None:
+                    self.pages.begin(event.page_tokens)
+                    self._channel.send(wire.WatchBlocks(pages=True))
                 self._first_adapters = {next(self._numbers): name for name in self.adapters}
                 for query_id, name in self._first_adapters.items():
                     if self._channel is not None:
                         self._channel.send(wire.ChangeAdapter(query_id, name, self.adapters[name]))
                 if not self._first_adapters:
                     self._loaded.set()
+            case wire.Blocks():
+                if self.pages is not None:
+                    self.pages.change(event)
             case wire.AdapterChanged(query_id, error, _, _):
                 self._on_adapter(query_id, error)
             case wire.WeightsChanged(query_id) | wire.Slept(query_id):
+                if self.pages is not None and isinstance(event, wire.WeightsChanged) and event.error is None:
+                    self.pages.forget()  # what the weights before computed is not found any more
                 asked = self._asked.get(query_id)
                 if asked is not None and not asked.done():
                     asked.set_result(event)

@@ -45,6 +45,7 @@ _RECEIVE_BYTES = 256 * 2**10
 _LOGPROBS_A_FRAME = 2**14
 """Log-probabilities, alternatives included, after which a message ends. The HTTP process decodes so many in a few ms."""
 _KEYS_A_FRAME = 2**16
+_PAGE_TOKENS_A_FRAME = 2**20
 _HELD_ENTRIES = 512
 """Tokens, or log-probabilities, of a whole answer that are sent together: 8 kB, and half a frame for a thousand requests."""
 
@@ -98,6 +99,8 @@ class Engine(Protocol):
 
     def changed_blocks(self) -> dict[bytes, bool]: ...
 
+    def described_block(self, key: bytes) -> tuple[bytes, list[int], str | None] | None: ...
+
     def stats(self) -> Any: ...
 
 
@@ -111,6 +114,7 @@ class Connection:
         self.open = True
         self.requests: set[str] = set()
         self.watches = False
+        self.watches_pages = False
         self.stalled_since: float | None = None
         self._reader = wire.FrameReader()
         self._unsent = bytearray()
@@ -371,11 +375,11 @@ class EngineServer:
                 self._prepare_weights(connection, command, Path(command.directory))
             case wire.Sleep():
                 self._sleep(connection, command)
-            case wire.WatchBlocks():
+            case wire.WatchBlocks(pages):
                 self._tell_blocks()
-                connection.watches = True
-                for keys in _parts(self._engine.watch_blocks()):
-                    connection.send(wire.Blocks(keys, []))
+                connection.watches, connection.watches_pages = True, pages
+                for keys in _parts(self._engine.watch_blocks(), self._keys_a_frame(pages)):
+                    connection.send(wire.Blocks(keys, [], self._pages(keys) if pages else []))
             case wire.Shutdown():
                 self._stopping = True
 
@@ -396,10 +400,21 @@ class EngineServer:
         if not changes:
             return
         watchers = [each for each in self._connections.values() if each.watches]
-        for keys in _parts(list(changes)):
-            event = wire.Blocks([key for key in keys if changes[key]], [key for key in keys if not changes[key]])
+        with_pages = any(each.watches_pages for each in watchers)
+        for keys in _parts(list(changes), self._keys_a_frame(with_pages)):
+            stored = [key for key in keys if changes[key]]
+            event = wire.Blocks(stored, [key for key in keys if not changes[key]])
+            whole = wire.Blocks(event.stored, event.removed, self._pages(stored)) if with_pages else event
             for connection in watchers:
-                connection.send(event)
+                connection.send(whole if connection.watches_pages else event)
+
+    def _keys_a_frame(self, with_pages: bool) -> int:
+        assert self._ready is not None
+        return max(1, _PAGE_TOKENS_A_FRAME // self._ready.page_tokens) if with_pages else _KEYS_A_FRAME
+
+    def _pages(self, keys: Iterable[bytes]) -> list[wire.Page]:
+        found = ((key, self._engine.described_block(key)) for key in keys)
+        return [wire.Page(key, *page) for key, page in found if page is not None]
 
     def _sleep(self, connection: Connection, command: wire.Sleep) -> None:
         if command.level == 0 and self._engine.is_empty:
@@ -410,6 +425,7 @@ class EngineServer:
             if command.level > 0 and (self._changing is not None or self._preparing):
                 raise InputError("weights or a form are being prepared. Let the engine sleep when that has ended.")
             freed = self._engine.sleep(command.level) if command.level > 0 else 0
+            self._tell_blocks()
         except TwostrokeError as failure:
             error = str(failure)
         connection.send(wire.Slept(command.query_id, error, freed))
@@ -532,6 +548,7 @@ class EngineServer:
                         cached_tokens=event.cached_tokens,
                         embedding=None if event.embedding is None else event.embedding.tobytes(),
                         fingerprint=event.fingerprint,
+                        started_s=event.started_s,
                     )
                 )
                 if delta is not None:
@@ -543,10 +560,10 @@ class EngineServer:
                 self._connections[number].send(wire.Tokens(frame))
 
 
-def _parts(keys: list[bytes]) -> Iterator[list[bytes]]:
-    """``keys`` in parts of which each fits a frame."""
-    for i in range(0, len(keys), _KEYS_A_FRAME):
-        yield keys[i : i + _KEYS_A_FRAME]
+def _parts(keys: list[bytes], n: int) -> Iterator[list[bytes]]:
+    """``keys`` in parts of at most ``n``."""
+    for i in range(0, len(keys), n):
+        yield keys[i : i + n]
 
 
 T = TypeVar("T", wire.TokenLogprobs, wire.TokenDelta)

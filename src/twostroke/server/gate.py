@@ -44,8 +44,8 @@ TEXT_ROUTES = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"
 """Those of them whose requests need no engine."""
 ADAPTER_ROUTES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes that change what is served, and read files of this machine: for holders of a key, or for this machine alone."""
-ADMIN_ROUTES = frozenset({"/admin/weights", "/admin/sleep", "/admin/wake"})
-"""Routes that change the engine: for the same callers."""
+ADMIN_ROUTES = frozenset({"/admin/weights", "/admin/sleep", "/admin/wake", "/admin/kv-events"})
+"""Routes that change the engine, or tell what its cache holds: for the same callers."""
 FILES, BATCHES = "/v1/files", "/v1/batches"
 """Routes that write to the server's disk, with those below them: for the same callers."""
 CHANGE_ROUTES = ADAPTER_ROUTES | ADMIN_ROUTES

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from twostroke.core.version import __version__
-from twostroke.server import embeddings_api, feedback_api, messages_api, protocol, responses_api, tokens_api
+from twostroke.server import embeddings_api, feedback_api, kv_events_api, messages_api, protocol, responses_api, tokens_api
 from twostroke.server.admin_api import add_admin_routes
 from twostroke.server.answers import ENCODER, ChatAnswer, CompletionAnswer, ScoreAnswer, answer_events
 from twostroke.server.batch.batches import Batches
@@ -62,6 +62,8 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
         service.metrics.usage_lost.set(0 if service.usage is None else service.usage.lost)
         stats = await service.client.stats()
         service.metrics.show_engines(service.client)
+        if service.client.info is not None:
+            service.metrics.show_to_routers(service.names[0], service.client.info.page_tokens, stats)
         return Response(service.metrics.render(stats), media_type=service.metrics.content_type)
 
     @app.get("/v1/models", responses=errors())
@@ -128,6 +130,8 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
     if service.capture is not None:
         app.add_route("/v1/feedback", partial(feedback_api.feedback, service), methods=["POST"], include_in_schema=False)
+    if service.kv_events is not None:
+        app.add_route(kv_events_api.ROUTE, partial(kv_events_api.follow_kv_events, service), include_in_schema=False)
     add_page(app)
     answered = {path: answer_route(path, kind, service.served_names) for path, (_, kind) in kinds.items()}
     changed = {path: adapter_route(kind) for path, (_, kind) in changes.items()}

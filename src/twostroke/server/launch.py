@@ -37,6 +37,17 @@ class CaptureSettings:
 
 
 @dataclass(frozen=True)
+class KVEventSettings:
+    """Where what the caches hold is published: at ``endpoint`` under ``topic`` and, again for those who missed some, at
+    ``replay``; None: on the route below ``/admin`` alone, where it always is. The default topic names the server's address and
+    model."""
+
+    endpoint: str | None
+    replay: str | None = None
+    topic: str | None = None
+
+
+@dataclass(frozen=True)
 class ServeSettings:
     """One server: a model, the engine's settings, and what the HTTP side adds. Clients call the model by one of ``names``."""
 
@@ -56,6 +67,8 @@ class ServeSettings:
     response_cache_bytes: int = 2**30
     usage_log: Path | None = None  # a JSON line for each request; None: none is written
     max_queued_tokens: int | None = None  # of prompts that wait; None: not bounded
+    kv_events: KVEventSettings | None = None  # None: nobody is told what the caches hold
+    otlp_endpoint: str | None = None  # of the collector of traces; None: there are none
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

@@ -89,7 +89,15 @@ REPLICA_GAUGES: dict[str, tuple[str, str]] = {
     "predicted_ttft_s": ("twostroke_replica_predicted_ttft_seconds", "Sum of the predicted times to first tokens."),
     "measured_ttft_s": ("twostroke_replica_measured_ttft_seconds", "Sum of the measured times of the same requests."),
 }
-"""What is shown of each engine, labelled ``replica``. Load balancers before several servers read the first four."""
+"""What is shown of each engine, labelled ``replica``."""
+
+ROUTER_GAUGES = {
+    "vllm:num_requests_running": "Requests that hold KV pages.",
+    "vllm:num_requests_waiting": "Requests queued in the engines.",
+    "vllm:kv_cache_usage_perc": "Share of the KV pages that running requests hold, 0 to 1.",
+}
+"""What routers before several servers read (llm-d, KServe, the Gateway API's inference extension), under the names that they
+look for if nobody tells them others."""
 
 RESPONSE_CACHE_GAUGES = {
     "hits": "Requests answered from the response cache since the start.",
@@ -167,6 +175,16 @@ class Metrics:
             ["running_lora_adapters", "waiting_lora_adapters", "max_lora"],
             registry=r,
         )
+        self._routers = {name: Gauge(name, text, ["model_name"], registry=r) for name, text in ROUTER_GAUGES.items()}
+        self._router_lora = Gauge(
+            "vllm:lora_requests_info",
+            "Adapters of requests under way; the value is the time of the last look.",
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            registry=r,
+        )
+        self._router_cache = Gauge(
+            "vllm:cache_config_info", "Pages of the KV cache and their tokens.", ["block_size", "num_gpu_blocks"], registry=r
+        )
         rows = REPLICA_GAUGES.items()
         self._replica = {field: Gauge(name, text, ["replica"], registry=r) for field, (name, text) in rows}
         self._kept = {
@@ -193,6 +211,18 @@ class Metrics:
         waiting = {stream.lora for stream in engines.streams if stream.lora is not None} - running
         self._lora.clear()
         self._lora.labels(",".join(sorted(running)), ",".join(sorted(waiting)), str(MAX_ADAPTERS)).set(time.time())
+        self._router_lora.clear()
+        self._router_lora.labels(str(MAX_ADAPTERS), ",".join(sorted(running)), ",".join(sorted(waiting))).set(time.time())
+
+    def show_to_routers(self, model: str, page_tokens: int, stats: Mapping[str, float]) -> None:
+        """Show the engines' counters under vLLM's names."""
+        pages = stats.get("pages_total", 0.0)
+        usage = stats.get("pages_used", 0.0) / pages if pages else 0.0
+        values = (stats.get("running", 0.0), stats.get("waiting", 0.0), usage)
+        for gauge, value in zip(self._routers.values(), values, strict=True):
+            gauge.labels(model).set(value)
+        self._router_cache.clear()
+        self._router_cache.labels(str(page_tokens), str(round(pages))).set(1)
 
     def show_kept(self, cache: ResponseCache) -> None:
         values = asdict(cache.counts) | {"answers": len(cache), "bytes": cache.n_bytes}

@@ -97,10 +97,9 @@ class Replica(EngineClient):
         match event:
             case wire.Blocks(stored, removed):
                 self.known.change(stored, removed)
-                return
             case wire.Ready():
                 self.known.forget()
-                if self._channel is not None:
+                if self._channel is not None and self.pages is None:  # else it is told all the more
                     self._channel.send(wire.WatchBlocks())
             case wire.WeightsChanged(_, None):
                 self.known.weights = event.key

@@ -42,6 +42,8 @@ from twostroke.server.connections import (
 from twostroke.server.engine_client import EngineClient, Engines
 from twostroke.server.http import make_app
 from twostroke.server.keys import ApiKeys
+from twostroke.server.kv_events import KVEvents
+from twostroke.server.kv_sockets import KVSockets
 from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings, is_loopback, process_age_s
 from twostroke.server.record import ServeRecord
 from twostroke.server.redaction import Redaction, read_patterns
@@ -49,6 +51,7 @@ from twostroke.server.replicas import Replicas
 from twostroke.server.response_cache import opened_cache
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
+from twostroke.server.traces import Traces, exporter_to
 from twostroke.server.usage import UsageLog
 from twostroke.server.wait import Waiting
 
@@ -84,6 +87,8 @@ def serve_model(
     keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
     capture = None if settings.capture is None else opened_capture(settings.capture)
     usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
+    traces = None if settings.otlp_endpoint is None else Traces(exporter_to(settings.otlp_endpoint))
+    events, sockets = published_events(settings, listener.getsockname())
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
     engine = replace(settings.engine, replicas=settings.replicas)
@@ -95,13 +100,14 @@ def serve_model(
         record.started(engine, startup_s)
 
     async def run() -> dict[str, float]:
-        client = engines_of(settings, child)
+        client = engines_of(settings, child, events)
         local_only = is_loopback(listener_address[0])
         waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
         admission = Admission(settings.max_concurrent)
         service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting, usage=usage)
         service.kept = kept
         service.capture, service.log_requests = capture, settings.log_requests
+        service.traces, service.kv_events = traces, events
         if capture is not None:
             service.metrics.follow_capture(capture.counts)
         record.show_prediction(service.metrics)
@@ -118,7 +124,7 @@ def serve_model(
         try:
             totals = runner.run(run())
         finally:
-            for log in (capture, usage):
+            for log in (capture, usage, traces, sockets):
                 if log is not None:
                     log.close()
     record.stopped(totals)
@@ -131,17 +137,31 @@ def opened_capture(settings: CaptureSettings) -> Capture:
     return Capture(settings.folder, Redaction(patterns, settings.command), settings.most_bytes)
 
 
-def engines_of(settings: ServeSettings, child: EngineChild) -> Engines:
-    """The engine of ``settings``, or the several that they ask for. ``child`` is the first."""
+def published_events(settings: ServeSettings, address: tuple[Any, ...]) -> tuple[KVEvents | None, KVSockets | None]:
+    """What follows the caches, and what publishes that beside the server. Raises ConfigError if it cannot be published."""
+    asked = settings.kv_events
+    if asked is None:
+        return None, None
+    events = KVEvents()
+    if asked.endpoint is None:
+        return events, None
+    topic = f"kv@{address[0]}:{address[1]}@{settings.names[0]}" if asked.topic is None else asked.topic
+    return events, KVSockets(events, asked.endpoint, asked.replay, topic)
+
+
+def engines_of(settings: ServeSettings, child: EngineChild, events: KVEvents | None = None) -> Engines:
+    """The engine of ``settings``, or the several that they ask for. ``child`` is the first. ``events`` follow their caches."""
     launches = settings.launches()
     if len(launches) == 1:
         one = EngineClient(launches[0], child, adapters=settings.adapters)
         one.relaunch = partial(settings.relaunch, 0)
+        one.pages = None if events is None else events.of_engine(0)
         return one
     engine = settings.engine
     several = Replicas(launches, child, settings.adapters, engine.token_budget, engine.separate_prefixes)
     for i, replica in enumerate(several.replicas):
         replica.relaunch = partial(settings.relaunch, i)
+        replica.pages = None if events is None else events.of_engine(i)
     return several
 
 

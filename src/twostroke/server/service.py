@@ -27,6 +27,7 @@ from twostroke.server.callers import NOBODY, Caller, read_timeout_of
 from twostroke.server.engine_client import EngineLostError, Engines, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
 from twostroke.server.keys import ApiKeys
+from twostroke.server.kv_events import KVEvents
 from twostroke.server.metrics import Metrics
 from twostroke.server.reasoning import ReasoningFormat
 from twostroke.server.response_cache import ResponseCache
@@ -35,6 +36,7 @@ from twostroke.server.structured import Forms, constraint_of
 from twostroke.server.text import ModelText, tokenizer_failed
 from twostroke.server.tool_calls import CallFormat
 from twostroke.server.tools import AskedTools, tools_of
+from twostroke.server.traces import Traced, Traces
 from twostroke.server.turns import LoopTurns, Turns
 from twostroke.server.usage import UsageLine, UsageLog
 from twostroke.server.wait import Asked, Ticket, Waiting
@@ -181,6 +183,8 @@ class Service:
     kept: ResponseCache | None = None
     waiting: Waiting = field(default_factory=Waiting)
     usage: UsageLog | None = None
+    traces: Traces | None = None
+    kv_events: KVEvents | None = None  # what the engines' caches hold, for those who ask
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
 
     def __post_init__(self) -> None:
@@ -244,7 +248,8 @@ class Service:
         authorization = headers.get(b"authorization")
         account = None if self.keys is None else self.keys.account(authorization)
         name, came_s = self.client_name(authorization, host), time.perf_counter()
-        return Caller(name, account, read_timeout_of(headers), came_s=came_s)
+        trace = None if self.traces is None else headers.get(b"traceparent", b"").decode("latin-1")
+        return Caller(name, account, read_timeout_of(headers), came_s=came_s, traceparent=trace)
 
     def early_refusal(self, caller: Caller, for_engine: bool) -> ApiError | None:
         """Why a request is refused by its headers alone: there is no place, its key may not send another, or even a prompt of
@@ -722,6 +727,8 @@ class Generation:
         account, log = self._caller.account, self._service.usage
         if not self.choices:
             return  # refused before the engine had anything of it
+        if self._service.traces is not None and self._caller.limited:
+            self._service.traces.add(self._traced(usage, complete, ended))
         if account is not None:
             account.charge_output(usage.completion_tokens)
             account.used.requests += 1
@@ -744,6 +751,16 @@ class Generation:
                     ended - self._started,
                 )
             )
+
+    def _traced(self, usage: responses.Usage, complete: bool, ended: float) -> Traced:
+        to_perf_counter = time.perf_counter() - time.monotonic()
+        first = self.choices[0].stream
+        started_s = None if first.started_s is None else first.started_s + to_perf_counter
+        return Traced(
+            self.id, self.model, self._caller.traceparent, self._caller.came_s or self._started,
+            first.asked_s + to_perf_counter, started_s, self._first, ended, usage.prompt_tokens, self.cached_tokens,
+            usage.completion_tokens, tuple(self.reasons.elements()), complete,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Finish, and give the places back to the admission. A second call does nothing."""

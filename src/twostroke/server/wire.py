@@ -64,7 +64,9 @@ class ChangeAdapter(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
 
 
 class WatchBlocks(msgspec.Struct, tag="watch", forbid_unknown_fields=True):
-    """Tell this connection which prefixes the cache holds, now and at each change."""
+    """Tell this connection which prefixes the cache holds, now and at each change; with ``pages`` what is in them as well."""
+
+    pages: bool = False
 
 
 class ChangeWeights(msgspec.Struct, tag="weights", forbid_unknown_fields=True):
@@ -102,9 +104,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class TokenDelta(msgspec.Struct, array_like=True):
     """New tokens of answer ``index`` to one request. Its last delta has the ``finish_reason``. ``prompt_logprobs`` come in
-    deltas without tokens, before the first token of any answer. ``cached_tokens``: of the prompt, in the first delta of answer
-    0 that has tokens. ``embedding``: a pooled prompt's vector, fp32 numbers, the lowest byte of each first. ``fingerprint``: of
-    the weights that computed the answer from here on, where they are not those before; "+" between several."""
+    deltas without tokens, before the first token of any answer. ``cached_tokens``: of the prompt, and ``started_s`` when it
+    began to be computed (``time.monotonic``), in the first delta of answer 0 that has tokens. ``embedding``: a pooled prompt's
+    vector, fp32 numbers, the lowest byte of each first. ``fingerprint``: of the weights that computed the answer from here on,
+    where they are not those before; "+" between several."""
 
     request_id: str
     token_ids: list[int]
@@ -115,6 +118,7 @@ class TokenDelta(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     embedding: bytes | None = None
     fingerprint: str | None = None
+    started_s: float | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", forbid_unknown_fields=True):
@@ -161,11 +165,23 @@ class AdapterChanged(msgspec.Struct, tag="adapter", forbid_unknown_fields=True):
     key: bytes = b""
 
 
+class Page(msgspec.Struct, array_like=True):
+    """A full page that the cache has come to hold: its key, the key before it, its tokens, and if it begins a prefix the name
+    of the adapter that computed it, "" for none."""
+
+    key: bytes
+    parent: bytes
+    tokens: list[int]
+    begins: str | None = None
+
+
 class Blocks(msgspec.Struct, tag="blocks", forbid_unknown_fields=True):
-    """Pages of prefixes that the cache has come to hold and has lost, by their keys (``scheduling.prefix_tree.chain_key``)."""
+    """Pages of prefixes that the cache has come to hold and has lost, by their keys (``scheduling.prefix_tree.chain_key``).
+    ``pages``: of those stored, the full ones, if asked for."""
 
     stored: list[bytes]
     removed: list[bytes]
+    pages: list[Page] = []
 
 
 class WeightsChanged(msgspec.Struct, tag="weights", forbid_unknown_fields=True):
