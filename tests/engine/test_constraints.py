@@ -26,6 +26,8 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.grammars import Grammars, Matcher
 from twostroke.engine.llm import LLM, RequestOutput
 from twostroke.engine.sampler import sample
+from twostroke.engine.speculation.drafter import Drafter
+from twostroke.engine.speculation.forced import ForcedDrafts
 from twostroke.kernels.native_library import library
 from twostroke.scheduling.constraint import MAX_CHARACTERS, Constraint
 from twostroke.scheduling.request import Request
@@ -224,6 +226,7 @@ def test_drafts_change_no_answer_and_are_cut_to_the_form(model: Path, monkeypatc
         return n
 
     monkeypatch.setattr(Matcher, "accepted", counted)
+    monkeypatch.setattr(ForcedDrafts, "propose", lambda *_: {})
     drafting = LLM(model, **settings, speculate="ngram")
     drafted = drafting.generate([PROMPT] * 2, params)
     assert answers(drafted) == answers(plain)
@@ -358,8 +361,9 @@ FIXED = Constraint.grammar('start: "the answer is always the same text, " /[a-z]
 
 @pytest.mark.skipif(library() is None, reason="drafts are the native runner's")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forced_text_is_drafted_and_changes_no_answer(model: Path, temperature: float) -> None:
+def test_forced_text_is_drafted_and_changes_no_answer(model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that is given allows one way of cutting forced text, so each of its drafts is right; a schema allows all."""
+    monkeypatch.setattr(Drafter, "propose", lambda *_: {})
     forms = [FIXED, *(Constraint.json_schema(schema) for schema in SCHEMAS[:4])]
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=60, constraint=form) for i, form in enumerate(forms)]
     found = {}
