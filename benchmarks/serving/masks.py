@@ -2,10 +2,10 @@
 
     python benchmarks/serving/masks.py --out benchmarks/serving/runs/NAME
 
-The engine alone, in this process. Each variant is computed in turn, in rounds of which every second goes backwards. ``mask_us`` is
-what a thread needs for one answer's mask; ``waited_share`` is the part of the steps' time in which the engine waited for masks, and
-``forced_share`` that in which it looked for forced text. Weights are random, so which tokens are chosen, and how many drafts are
-right, says nothing of trained models.
+The engine alone, in this process. Each variant is computed in turn, in rounds of which every second goes backwards. ``mask_us``
+is what a thread needs for one answer's mask; ``waited_share`` is the part of the steps' time in which the engine waited for
+masks, and ``forced_share`` that in which it looked for forced text. Weights are random, so which tokens are chosen, and how many
+drafts are right, says nothing of trained models.
 """
 
 from __future__ import annotations
@@ -127,18 +127,21 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 found[row["dtype"], row["variant"]][name].append(value)
     lines = [
         f"# Masks of {USERS} requests, the 135M shape", "", "Medians of the rounds.", "",
-        "| weights | variant | step, ms | longer than free | waited for masks | mask mean / p50 / p99, µs | tokens/s | drafts right |",
-        "|---|---|---|---|---|---|---|---|",
+        "| weights | variant | step, ms | longer than free | waited for masks | looked for forced text | "
+        "mask mean / p50 / p99, µs | tokens/s | drafts right |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for (dtype, variant), values in found.items():
         middle = {name: statistics.median(each) for name, each in values.items()}
         free = statistics.median(found[dtype, variant.replace("form", "free")]["step_ms"])
         longer = f"{100 * (middle['step_ms'] / free - 1):+.1f}%" if variant.startswith("form") else "–"
-        masks = " / ".join(f"{middle[n]:.0f}" for n in ("mask_us", "mask_p50_us", "mask_p99_us")) if "mask_us" in middle else "–"
+        masks = (
+            " / ".join(f"{middle[n]:.0f}" for n in ("mask_us", "mask_p50_us", "mask_p99_us")) if "mask_us" in middle else "–"
+        )
         right = f"{sum(values['accepted']):.0f} of {sum(values['drafted']):.0f}"
         lines.append(
-            f"| {dtype} | {variant} | {middle['step_ms']:.2f} | {longer} | {100 * middle['waited_share']:.2f}% | {masks} | "
-            f"{middle['tok_per_s']:.0f} | {right} |"
+            f"| {dtype} | {variant} | {middle['step_ms']:.2f} | {longer} | {100 * middle['waited_share']:.2f}% | "
+            f"{100 * middle['forced_share']:.2f}% | {masks} | {middle['tok_per_s']:.0f} | {right} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -80,6 +80,26 @@ def test_a_key_file_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture
     assert "keys does not exist" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kv-events", "http://here"], "must be an address as tcp://*:5557 or ipc:///run/file"),
+        (["--kv-events", "tcp://*:5557", "--kv-events-replay", "http"], "--kv-events-replay http must be an address"),
+        (["--kv-events-topic", "kv@a@b"], "are of --kv-events. Give it, or leave them out"),
+        (["--kv-events", "http", "--kv-events-topic", "kv@a@b"], "--kv-events http has no topic"),
+        (["--kv-events", "http", "--api-key-file", "KEYS"], "Give --share-prefixes if the keys trust each other"),
+        (["--otlp-endpoint", "localhost:4318"], "must be a URL of a collector, as http://localhost:4318"),
+    ],
+)
+def test_events_and_traces_that_cannot_be_sent_are_refused(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path, options: list[str], says: str
+) -> None:
+    (tmp_path / "keys").write_text("sesame\n")
+    words = [str(tmp_path / "keys") if word == "KEYS" else word for word in options]
+    code, error = refused(capsys, str(model), "--port", "0", *words)
+    assert (code, says in error) == (2, True), error
+
+
 def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -211,7 +211,10 @@ def test_the_route_streams_and_goes_on_after_the_last_event(echo_model: Path, tm
             with web.stream("GET", "/admin/kv-events") as open_stream:
                 next(open_stream.iter_text())
                 assert served.stop() == 0, "a stream that is followed holds up no end"
-    assert 'vllm:num_requests_waiting{model_name="echo"}' in shown
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="echo"}} 0.0' in shown
+    assert 'vllm:cache_config_info{block_size="4",num_gpu_blocks="2000"} 1.0' in shown
+    assert 'vllm:lora_requests_info{max_lora="256",running_lora_adapters="",waiting_lora_adapters=""}' in shown
 
 
 def test_the_route_is_not_there_without_the_option(echo_model: Path, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class KVEvents:
         while waiting:
             key = waiting.pop()
             first, hashes, tokens = blocks[key], [_hash(key)], list(blocks[key].tokens)
-            while len(after := behind.get(key, ())) == 1:
+            while len(after := behind.get(key, [])) == 1:
                 key = after[0]
                 hashes.append(_hash(key))
                 tokens += blocks[key].tokens
