@@ -4,8 +4,8 @@
 
 The engine alone, in this process. Each variant is computed in turn, in rounds of which every second goes backwards. ``mask_us``
 is what a thread needs for one answer's mask; ``waited_share`` is the part of the steps' time in which the engine waited for
-masks, and ``forced_share`` that in which it looked for forced text. Weights are random, so which tokens are chosen, and how many
-drafts are right, says nothing of trained models.
+masks, and ``forced_share`` that in which it looked for forced text. Weights are random, so which tokens are chosen, and how
+many drafts are right, says nothing of trained models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The real HTTP process in front of the echo engine: prints its URL when ready, serves until a signal.
 
 ``--set connections.SEND_TIMEOUT_S=1`` changes a limit of a server module, so that a test need not wait for it. ``--plain``
-takes h11 and asyncio's loop, as if httptools and uvloop were not installed.
+takes h11 and asyncio's loop, as if httptools and uvloop were not installed. ``--real '{"n_threads": 1}'`` takes a real engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
@@ -24,8 +25,11 @@ from twostroke.server.run import Started, serve_model
 @dataclass(frozen=True)
 class EchoSettings(ServeSettings):
     extra: tuple[str, ...] = ()
+    real: bool = False
 
     def engine_command(self) -> list[str]:
+        if self.real:
+            return super().engine_command()
         return [sys.executable, str(Path(__file__).with_name("echo_engine.py")), *self.extra]
 
 
@@ -55,6 +59,7 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--real", type=json.loads, help="settings of a real engine, in the place of the echo engine")
     args = parser.parse_args()
     if args.plain:
         sys.modules.update({"httptools": None, "uvloop": None})  # type: ignore[dict-item]
@@ -68,10 +73,10 @@ def main() -> int:
         log_as_json()
     else:
         logging.basicConfig(level=logging.INFO)
-    running = {} if args.max_running is None else {"max_running": args.max_running}
+    running: dict[str, Any] = {} if args.max_running is None else {"max_running": args.max_running}
     settings = EchoSettings(
         Path(args.model),
-        EngineSettings(**running),
+        EngineSettings(**running, **(args.real or {})),
         ("echo",),
         args.api_key_file,
         args.max_concurrent,
@@ -88,6 +93,7 @@ def main() -> int:
         kv_events=args.kv_events
         and KVEventSettings(None if args.kv_events == "http" else args.kv_events, args.kv_events_replay, "kv@here@echo"),
         otlp_endpoint=args.otlp_endpoint,
+        real=args.real is not None,
         extra=(*args.engine, *(f"--{name.replace('_', '-')}={value}" for name, value in running.items())),
     )
     listener = bind(args.host, 0)

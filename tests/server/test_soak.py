@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from serving import Served, real_server
+from serving import Served, echo_server, real_server
 from test_replicas_http import kills_under_load, metric
 
 from small_models import decoder_of
@@ -114,9 +114,10 @@ def test_clients_that_go_away_leave_pages_and_memory_as_they_were(model: Path, t
 
 def test_fifty_kills_of_real_engines_under_load(model: Path, tmp_path: Path) -> None:
     """Every request is answered whole, once, as before the kill, or refused."""
-    options = ["--replicas", "2", "--threads", "1", "--dtype", "fp32", "--kv-cache-gib", "0.01"]
-    with real_server(model, tmp_path, options) as served:
-        outcomes = asyncio.run(kills_under_load(served, 50, 16, 3.0))
+    settings = json.dumps({"n_threads": 1, "dtype": "fp32", "kv_cache_bytes": 10**7})
+    options = ["--replicas", "2", "--real", settings, "--set", "engine_client.BACKOFF_S=[0.05]"]
+    with echo_server(model, tmp_path, options) as served:
+        outcomes = asyncio.run(kills_under_load(served, 50, 16, 3.5))
         print(dict(outcomes))
         assert outcomes["whole"] > 0
         assert outcomes["streamed"] > 0
