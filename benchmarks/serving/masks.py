@@ -16,8 +16,9 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,14 @@ from twostroke.ledger.code_version import code_version
 from twostroke.scheduling.constraint import Constraint
 from twostroke.scheduling.sampling_params import SamplingParams
 
-USERS, N_PROMPT, N_OUTPUT = 32, 32, 192
+USERS, N_PROMPT, N_OUTPUT = 32, 32, 128
 VARIANTS = {"free": (False, "off"), "form": (True, "off"), "free, drafts": (False, "auto"), "form, drafts": (True, "auto")}
 
 
 class Watch:
-    """Seconds of each call of a method, as it is called from now on."""
+    """Seconds of each call of a method by threads of the name ``thread``, as it is called from now on."""
 
-    def __init__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: type, name: str, thread: str) -> None:
         self.seconds: list[float] = []
         original: Callable[..., Any] = getattr(owner, name)
 
@@ -50,7 +51,8 @@ class Watch:
             try:
                 return original(*args)
             finally:
-                self.seconds.append(time.perf_counter() - began)
+                if threading.current_thread().name.startswith(thread):
+                    self.seconds.append(time.perf_counter() - began)
 
         setattr(owner, name, timed)
 
@@ -62,13 +64,14 @@ class Watch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-benchmark-models")
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "int8"])
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--dtype", nargs="+", default=["int8", "bf16"])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     model = make_model("smollm-135m", args.models.resolve())
-    looks, waits, forced = Watch(Matcher, "look_in_thread"), Watch(Matcher, "_wait"), Watch(ForcedDrafts, "propose")
+    looks = Watch(Matcher, "look_in_thread", "grammars")
+    waits, forced = Watch(Matcher, "_wait", "MainThread"), Watch(ForcedDrafts, "propose", "MainThread")
     rows = []
     for dtype in args.dtype:
         directory = model.int8 if dtype == "int8" else model.bf16
@@ -81,7 +84,7 @@ def main() -> None:
                 before = core.stats()
                 for watch in (looks, waits, forced):
                     watch.taken()
-                serve(core, formed, round_number)
+                reasons = serve(core, formed, round_number)
                 after = core.stats()
                 if round_number < 0:
                     continue
@@ -92,7 +95,7 @@ def main() -> None:
                     "dtype": dtype, "variant": name, "round": round_number, "step_ms": 1e3 * seconds / steps,
                     "tok_per_s": tokens / seconds, "drafted": after.draft_tokens - before.draft_tokens,
                     "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
-                    "waited_share": sum(waits.taken()) / seconds, "forced_share": sum(forced.taken()) / seconds,
+                    "reasons": reasons, "waited_share": sum(waits.taken()) / seconds, "forced_share": sum(forced.taken()) / seconds,
                 }  # fmt: skip
                 if masks:
                     row |= {"masks": len(masks), "mask_us": 1e6 * statistics.mean(masks)}
@@ -108,15 +111,16 @@ def main() -> None:
     print(summary(rows))
 
 
-def serve(core: EngineCore, formed: bool, seed: int) -> None:
+def serve(core: EngineCore, formed: bool, seed: int) -> dict[str, int]:
+    """How many answers ended for each reason."""
+    reasons: Counter[str] = Counter()
     form = Constraint.json_schema(SCHEMA) if formed else None
     for i in range(USERS):
-        params = SamplingParams(
-            temperature=1.0, seed=1000 * seed + i, max_tokens=N_OUTPUT, ignore_eos=not formed, constraint=form
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=N_OUTPUT, ignore_eos=not formed, constraint=form)
         core.add_request(str(i), [(7 * i + 31 * j + 997 * (seed + 2)) % 40_000 for j in range(N_PROMPT)], params)
     while core.has_work:
-        core.step()
+        reasons.update(event.finish_reason for event in core.step() if event.finish_reason is not None)
+    return dict(reasons)
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
