@@ -95,7 +95,8 @@ def main() -> None:
                     "dtype": dtype, "variant": name, "round": round_number, "step_ms": 1e3 * seconds / steps,
                     "tok_per_s": tokens / seconds, "drafted": after.draft_tokens - before.draft_tokens,
                     "accepted": after.accepted_draft_tokens - before.accepted_draft_tokens,
-                    "reasons": reasons, "waited_share": sum(waits.taken()) / seconds, "forced_share": sum(forced.taken()) / seconds,
+                    "reasons": reasons, "waited_share": sum(waits.taken()) / seconds,
+                    "forced_share": sum(forced.taken()) / seconds,
                 }  # fmt: skip
                 if masks:
                     row |= {"masks": len(masks), "mask_us": 1e6 * statistics.mean(masks)}
