@@ -320,11 +320,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish_reason in ("stop", "length", "error")
             assert request.id not in self.scheduler.requests
             assert not request.pages
-        lost = {root for root, beams in searches.items() if failed & {request.id for request in beams.live}}
-        for root in lost:
-            self.scheduler.fail(root)
-        for root in searches.keys() - lost:
-            self._go_on(root, random)
+        for root, beams in searches.items():
+            if failed & {request.id for request in beams.live}:
+                self.scheduler.fail(root)
+            else:
+                self._go_on(root, random)
         for i, draft in step.drafts.items():
             request, (n_tokens, pages) = step.requests[i], before[i]
             if alive[i] and request.id not in failed:
