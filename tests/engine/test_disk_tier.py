@@ -371,13 +371,13 @@ def test_slots_fill_what_they_may(tmp_path: Path) -> None:
     file.begin()
     for n in (1, 2, 63, 64, 65, 128, 200):
         file.cut(10**6)
-        file.write(n - 1, b"k" * 16, 1, file.record())
+        file.write(n - 1, b"k" * 16, 1, file.records.record())
         size = os.fstat(file.descriptor).st_size
         whole = -(-size // 4096) * 4096
         assert file.slots_within(whole) == n
         assert file.slots_within(whole - 1) < n
         assert sum(entry is not None for entry in file.entries(1000)) >= 1
-        assert file.entries(1000)[n - 1] == Entry(b"k" * 16, 1, 0, file._sums(b"k" * 16, file.record())[1])
+        assert file.entries(1000)[n - 1] == Entry(b"k" * 16, 1, 0, file.records.sums(b"k" * 16, file.records.record())[1])
     file.close()
 
 

@@ -146,6 +146,13 @@ ADAPTER_MEMORY_BYTES = 2 * 2**30
 KV_DIR_BYTES = 10 * 2**30
 """Largest file of cached prefixes by default: half a million tokens of a model of 1.1B parameters."""
 
+HANDOVER_TOKENS = 128
+"""Prompt tokens that an engine computes itself even if others prefill for it: a step with so few beside its decoding requests
+is hardly longer, and asking takes a round trip and a step of the other engine."""
+
+HANDOVER_BYTES = 2**29
+"""Memory of pages that another engine has computed and that wait to be loaded. Further prompts wait to be asked for."""
+
 MOST_THREADS = 256
 """Threads that the engine may be told to use: the native library's pool has places for so many (``Pool::kMaxThreads``), and
 OpenMP crashes where the system refuses it a thread."""

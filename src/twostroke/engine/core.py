@@ -53,6 +53,8 @@ from twostroke.engine.speculation.times import planned_step_s, timed_step_s
 from twostroke.engine.tiers import session
 from twostroke.engine.tiers.disk import DiskTier, open_store
 from twostroke.engine.tiers.identity import identity_of, weight_files, weights_digest
+from twostroke.engine.tiers.received import ReceivedPages
+from twostroke.engine.tiers.records import PageRecords
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.engine.verification import Taken, verify
@@ -196,8 +198,9 @@ class EngineCore:
         self._first_layers: NativeRunner | None = None
         self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
         self._disk: DiskTier | None = None
+        self._received: ReceivedPages | None = None
         if self.settings.kv_dir is not None:
-            self._disk = self.scheduler.lower = self._open_disk(Path(self.settings.kv_dir), Path(model_dir))
+            self._put_below(self._open_disk(Path(self.settings.kv_dir), Path(model_dir)))
         native_library = library()
         self.huge_page_bytes = 0
         """Bytes that ``huge_pages`` on has put into large pages at the start."""
@@ -254,6 +257,21 @@ class EngineCore:
         if store is None:
             return None
         return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
+
+    def _put_below(self, disk: DiskTier | None) -> None:
+        """Let pages that left the cache be looked for in ``disk``."""
+        self._disk = self.scheduler.lower = disk
+        if self._received is not None:
+            self._received.below, self.scheduler.lower = disk, self._received
+
+    def receive_pages(self) -> ReceivedPages:
+        """Where pages are put that an engine of the same identity has computed: a request that has their keys loads them."""
+        if self._received is None:
+            images = self.pool.images()
+            records = PageRecords(self.scheduler.config.page_tokens, images.n_bytes)
+            self._received = ReceivedPages(records, images)
+            self._put_below(self._disk)
+        return self._received
 
     def leave_after(self, layers: Sequence[int], threshold: float) -> None:
         """Let rows leave after ``layers`` from now on. The engine must be idle, and ``early_exit`` must not be off."""
@@ -373,7 +391,7 @@ class EngineCore:
         self._tags[key] = self.fingerprint
         self.adapters.rebase(self.plan, prepared.directory, prepared.quantised)
         if not is_same:
-            self._disk = self.scheduler.lower = prepared.disk
+            self._put_below(prepared.disk)
         n_left = self._let_go(unused, None if is_same or before is None else before.close)
         self._counts.weight_pause_s = time.perf_counter() - began
         return WeightsChange(self._tags[key], prepared.seconds, self._counts.weight_pause_s, n_left)
@@ -396,7 +414,7 @@ class EngineCore:
         end of the process does the same."""
         if self._disk is not None:
             self._disk.close()
-            self._disk = self.scheduler.lower = None
+            self._put_below(None)
 
     def save_session(self, path: Path, token_ids: Sequence[int]) -> None:
         """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache

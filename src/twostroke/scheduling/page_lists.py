@@ -37,10 +37,10 @@ class PageLists:
             request.pages[request.n_dropped : first_seen] = [-1] * (first_seen - request.n_dropped)
             request.n_dropped = first_seen
 
-    def keys_of(self, tokens: Sequence[int]) -> list[bytes]:
-        """The key of the empty prefix of requests of no named client and no adapter, and behind it those of the pages of
+    def keys_of(self, tokens: Sequence[int], client: str = "") -> list[bytes]:
+        """The key of the empty prefix of requests of ``client`` and no adapter, and behind it those of the pages of
         ``tokens``, of which the last may be filled in part."""
-        keys = [root_of_weights(root_of("") if self.config.separate_prefixes else ROOT, self.weights)]
+        keys = [root_of_weights(root_of(client) if self.config.separate_prefixes else ROOT, self.weights)]
         for i in range(0, len(tokens), self.config.page_tokens):
             keys.append(chain_key(keys[-1], tokens[i : i + self.config.page_tokens]))
         return keys

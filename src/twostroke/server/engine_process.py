@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import selectors
 import signal
@@ -28,13 +29,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
 
 from twostroke.core.engine_settings import engine_settings
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
 from twostroke.server.served import peak_memory_bytes
+
+if TYPE_CHECKING:  # they import the engine, which takes seconds
+    from twostroke.server.handover.borrower import Borrower, Handover
+    from twostroke.server.handover.lender import Lender
 
 HEARTBEAT_S = 1.0
 MAX_UNSENT_BYTES = 8 * 2**20
@@ -199,14 +206,32 @@ class _Owner:
         return held or delta
 
 
-@dataclass
+@dataclass(eq=False)
 class _Preparing:
-    """A request whose constraint is compiled in a thread before the engine gets it, and its answers that were aborted since."""
+    """A request whose constraint is compiled in a thread before the engine gets it, or whose prompt another engine computes,
+    and its answers that were aborted since."""
 
     connection: Connection
     command: wire.Add
-    prepared: Future[None]
+    compiled: Future[None] | None
+    handover: Handover | None
     aborted: set[int] = field(default_factory=set)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def done(self) -> bool:
+        return (self.compiled is None or self.compiled.done()) and (self.handover is None or self.handover.done.done())
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of its time."""
+        limit = self.command.timeout_s
+        return None if limit is None else max(1e-3, limit - (time.monotonic() - self.since))
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        if self.handover is not None:
+            self.handover.cancel()
 
 
 @dataclass
@@ -238,6 +263,10 @@ class EngineServer:
         self._changing: _ChangingWeights | None = None
         self._woken, self._waker = socket.socketpair()  # by the thread that compiles, when it is done
         self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.lender: Lender | None = None
+        self.borrower: Borrower | None = None
+        self._handed: dict[str, Handover] = {}  # by the engine's id of their requests, which are unfinished
         self._selector.register(self._woken, selectors.EVENT_READ)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -249,8 +278,7 @@ class EngineServer:
                 os._exit(1)  # the HTTP process was killed, and with it went the readers of this work
             if self._ready is None:
                 self._accept()  # until the loop runs, which accepts itself, its thread loads the model
-            since = self._busy_since
-            beat = wire.Heartbeat(self._ready is not None, 0.0 if since is None else time.monotonic() - since)
+            beat = wire.Heartbeat(self._ready is not None, self.busy_s())
             for connection in tuple(self._connections.values()):
                 connection.send(beat)
             time.sleep(HEARTBEAT_S)
@@ -273,15 +301,29 @@ class EngineServer:
                     self._add_prepared()
                 if self._changing is not None and self._changing.prepared.done():
                     self._take_weights(self._changing)
+                events: Sequence[Any] = ()
                 if step_now and engine.has_work:  # again, since the poll may have aborted the last request
-                    self._deliver(engine.step())
+                    events = tuple(engine.step())
+                    self._deliver(events)
                     self._tell_blocks()
+                if self.lender is not None:
+                    self.lender.turn(events)
         except Exception:
             self.report_failure("engine", "the engine failed in a step and is starting again.")
             raise
         finally:
             for connection in self._connections.values():
                 connection.flush()
+
+    def wake(self) -> None:
+        """Let the loop take a turn. Any thread may."""
+        with contextlib.suppress(BlockingIOError):  # then it has enough to read
+            self._waker.send(b"\0")
+
+    def busy_s(self) -> float:
+        """For how long the loop has been in its present turn."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def report_failure(self, kind: Any, message: str) -> None:
         """Tell every connection that the engine is about to end, as far as the sockets take it."""
@@ -346,18 +388,20 @@ class EngineServer:
         self._connections.pop(connection.number, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
+        for each in self._preparing:
+            if each.connection is connection:
+                each.end()
         self._preparing = [each for each in self._preparing if each.connection is not connection]
         for key in connection.requests:
             self._owners.pop(key, None)
             self._engine.abort(key)
+            self._let_go(key)
         connection.close()
 
     def _handle(self, connection: Connection, command: wire.Command) -> None:
         match command:
-            case wire.Add() if command.params.constraint is not None:
-                self._prepare(connection, command)
             case wire.Add():
-                self._add(connection, command)
+                self._prepare(connection, command)
             case wire.Abort(request_id, index):
                 key = f"{connection.number}:{request_id}"
                 owner = self._owners.get(key)
@@ -366,9 +410,12 @@ class EngineServer:
                     self._ended(key, owner.open if index is None else {index})
                 for each in self._preparing:
                     if each.connection is connection and each.command.request_id == request_id:
-                        each.aborted |= set(range(each.command.params.n)) if index is None else {index}
+                        answers = set(range(each.command.params.n))
+                        each.aborted |= answers if index is None else {index}
+                        if each.aborted >= answers:
+                            each.end()
             case wire.AskStats(query_id):
-                connection.send(wire.StatsReport(query_id, stats_values(self._engine.stats())))
+                connection.send(wire.StatsReport(query_id, self._stats()))
             case wire.ChangeAdapter():
                 connection.send(self._change_adapter(command))
             case wire.ChangeWeights():
@@ -424,6 +471,8 @@ class EngineServer:
         try:
             if command.level > 0 and (self._changing is not None or self._preparing):
                 raise InputError("weights or a form are being prepared. Let the engine sleep when that has ended.")
+            if command.level > 0 and self.lender is not None and not self.lender.is_idle:
+                raise InputError("pages are being handed over. Let the engine sleep when that has ended.")
             freed = self._engine.sleep(command.level) if command.level > 0 else 0
             self._tell_blocks()
         except TwostrokeError as failure:
@@ -443,7 +492,7 @@ class EngineServer:
                 prepared.set_result(self._engine.prepare_weights(directory))
             except BaseException as error:
                 prepared.set_exception(error)
-            self._waker.send(b"\0")
+            self.wake()
 
         self._changing = _ChangingWeights(connection, command, prepared)
         threading.Thread(target=work, name="weights", daemon=True).start()
@@ -473,33 +522,48 @@ class EngineServer:
             changing.connection.send(answer)
 
     def _prepare(self, connection: Connection, command: wire.Add) -> None:
-        """Compile the request's constraint in a thread, beside steps: some take a second."""
-        if self._compiler is None:
-            self._compiler = ThreadPoolExecutor(1, "compile")
-        prepared = self._compiler.submit(self._engine.prepare, command.params)
-        self._preparing.append(_Preparing(connection, command, prepared))
-        prepared.add_done_callback(lambda _: self._waker.send(b"\0"))
+        """Hand the request to the engine, at once if nothing is to be done before. Its constraint is compiled in a thread,
+        beside steps: some take a second. Its prompt may be computed by another engine."""
+        compiled: Future[None] | None = None
+        if command.params.constraint is not None:
+            if self._compiler is None:
+                self._compiler = ThreadPoolExecutor(1, "compile")
+            compiled = self._compiler.submit(self._engine.prepare, command.params)
+            compiled.add_done_callback(lambda _: self.wake())
+        handover = None if self.borrower is None else self.borrower.ask(command)
+        if compiled is None and handover is None:
+            self._add(connection, command)
+        else:
+            self._preparing.append(_Preparing(connection, command, compiled, handover))
 
     def _add_prepared(self) -> None:
-        """Hand over the requests whose constraints have been compiled, or tell why not."""
-        ready = [each for each in self._preparing if each.prepared.done()]
-        self._preparing = [each for each in self._preparing if not each.prepared.done()]
+        """Hand the engine the requests for which everything has been done, or tell why not."""
+        for each in self._preparing:
+            if each.left_s is not None and each.left_s <= 1e-3:
+                each.end()
+        ready = [each for each in self._preparing if each.done]
+        self._preparing = [each for each in self._preparing if each not in ready]
         for each in ready:
             answers = set(range(each.command.params.n))
             if each.aborted >= answers:
                 continue
-            self._add(each.connection, each.command, each.prepared)
+            self._add(each.connection, msgspec.structs.replace(each.command, timeout_s=each.left_s), each.compiled)
             key = f"{each.connection.number}:{each.command.request_id}"
+            if each.handover is not None:
+                if key in self._owners:
+                    self._handed[key] = each.handover
+                else:
+                    each.end()
             if each.aborted and key in self._owners:
                 for index in each.aborted:
                     self._engine.abort(key, index)
                 self._ended(key, each.aborted)
 
-    def _add(self, connection: Connection, command: wire.Add, prepared: Future[None] | None = None) -> None:
+    def _add(self, connection: Connection, command: wire.Add, compiled: Future[None] | None = None) -> None:
         key = f"{connection.number}:{command.request_id}"  # two connections may use the same id
         try:
-            if prepared is not None:
-                prepared.result()
+            if compiled is not None:
+                compiled.result()
             if key in self._owners:
                 raise InputError(f"request id {command.request_id!r} is in use.")
             self._engine.add_request(
@@ -526,6 +590,20 @@ class EngineServer:
         if not owner.open:
             del self._owners[key]
             owner.connection.requests.discard(key)
+            self._let_go(key)
+
+    def _let_go(self, key: str) -> None:
+        """Drop what was handed over for a request and not loaded: it has ended."""
+        handover = self._handed.pop(key, None)
+        if handover is not None:
+            handover.cancel()
+
+    def _stats(self) -> dict[str, float]:
+        values = stats_values(self._engine.stats())
+        for side in (self.borrower, self.lender):
+            if side is not None:
+                values |= {name: float(value) for name, value in vars(side.counts()).items()}
+        return values
 
     def _deliver(self, events: Iterable[Any]) -> None:
         outbox: dict[int, list[wire.TokenDelta]] = {}
@@ -628,14 +706,22 @@ def die_with_parent(parent_pid: int | None) -> None:
         sys.exit(1)  # the parent died before the call above
 
 
-def serve_engine(socket_path: Path, parent_pid: int | None, load: Callable[[], tuple[Engine, wire.Ready]]) -> int:
-    """Listen, load and serve, and return the exit code. Heartbeats say that the engine is loading while ``load`` runs."""
+def serve_engine(
+    socket_path: Path,
+    parent_pid: int | None,
+    load: Callable[[], tuple[Engine, wire.Ready]],
+    join: Callable[[EngineServer, Engine], None] | None = None,
+) -> int:
+    """Listen, load and serve, and return the exit code. Heartbeats say that the engine is loading while ``load`` runs. ``join``
+    is called then, to bring it together with other engines."""
     die_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     server = EngineServer(listen(socket_path), parent_pid)
     try:
         engine, ready = load()
+        if join is not None:
+            join(server, engine)
     except TwostrokeError as error:
         server.report_failure("input" if isinstance(error, InputError) else "engine", str(error))
         return error.exit_code
@@ -676,14 +762,31 @@ def load_model(args: argparse.Namespace) -> tuple[Engine, wire.Ready]:
     return core, ready
 
 
+def join_engines(settings: str, server: EngineServer, engine: Engine) -> None:
+    """Compute prompts for other engines, or let them compute those of ``engine``, as ``settings`` say."""
+    from twostroke.engine.core import EngineCore
+    from twostroke.server.handover.borrower import Borrower
+    from twostroke.server.handover.lender import Lender
+    from twostroke.server.handover.settings import handover_settings
+
+    known = handover_settings(settings)
+    assert isinstance(engine, EngineCore)
+    if known.listen is not None:
+        server.lender = Lender(engine, known, server.wake, server.busy_s)
+    if known.peers:
+        server.borrower = Borrower(engine, known, server.wake)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="twostroke.server.engine_process", description="The engine behind a Unix socket.")
     parser.add_argument("--socket", required=True, type=Path, help="where to listen; in a directory that only this user enters")
     parser.add_argument("--parent-pid", type=int, help="end when this process does")
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--settings", default="{}", help="those of EngineSettings that are not at their default, as JSON")
+    parser.add_argument("--handover", help="HandoverSettings as JSON: whom it computes prompts for, or who does so for it")
     args = parser.parse_args(argv)
-    return serve_engine(args.socket, args.parent_pid, lambda: load_model(args))
+    join = None if args.handover is None else functools.partial(join_engines, args.handover)
+    return serve_engine(args.socket, args.parent_pid, lambda: load_model(args), join)
 
 
 if __name__ == "__main__":

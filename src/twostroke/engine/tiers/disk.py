@@ -184,7 +184,7 @@ class _Writer:
         self.n_written = 0
         self.seconds: float | None = None  # that the last page took
         self._store, self._tree, self._images = store, tree, images
-        self._record = store.file.record()
+        self._record = store.file.records.record()
         self._is_over = self._is_full = False
 
     def run(self) -> None:
@@ -219,8 +219,8 @@ class _Writer:
                     if held is None:
                         break  # what follows a missing page cannot be found
                     page, tokens = held
-                    file.set_tokens(record, tokens)
-                    self._images.copy_out(page, file.image(record))
+                    file.records.set_tokens(record, tokens)
+                    self._images.copy_out(page, file.records.image(record))
                     # A page leaves the tree before it is written again, so what stands in it since has been copied whole.
                     again = self._tree.held(key)
                     if again is None or again[1] is not tokens:
@@ -243,7 +243,7 @@ class DiskTier:
         self._store, self._images, self._page_tokens, self._token_budget = store, images, page_tokens, token_budget
         self.times = times
         self._counts = DiskCounts()
-        self._record = store.file.record()
+        self._record = store.file.records.record()
         self._page_s = self._sampled_s()
         self._loaded_s = 0.0  # in the present step
         self._writer = _Writer(store, tree, images)
@@ -312,9 +312,9 @@ class DiskTier:
             read = store.read(request.page_keys[place], self._record)
             if read is False:
                 self._counts.damaged += 1
-            if not read or store.file.tokens(self._record) != tokens[place * size : (place + 1) * size]:
+            if not read or store.file.records.tokens(self._record) != tokens[place * size : (place + 1) * size]:
                 break
-            self._images.copy_in(request.pages[place], store.file.image(self._record))
+            self._images.copy_in(request.pages[place], store.file.records.image(self._record))
             n += 1
         passed = time.perf_counter() - began
         if n:

@@ -1,9 +1,9 @@
 """A file of pages of the KV cache: slots of one size, in groups of 64 behind a table of what they hold.
 
-A header names the identity of what was computed (``engine.tiers.identity``) and the size of a page. A slot is a *record*: the
-page's tokens, then its keys and values. Its entry in the table has the page's key, when it was last used, and a CRC-32 and a
-sum of the record, so that nothing has to be written in a certain order or flushed: an entry that does not fit its record, after
-a crash or a flipped bit, is a page that is not there.
+A header names the identity of what was computed (``engine.tiers.identity``) and the size of a page. A slot has a record
+(``engine.tiers.records``). Its entry in the table has the page's key, when it was last used, and a CRC-32 and a sum of the
+record, so that nothing has to be written in a certain order or flushed: an entry that does not fit its record, after a crash or
+a flipped bit, is a page that is not there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-import numpy as np
-
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.engine.tiers.images import Bytes
+from twostroke.engine.tiers.records import PageRecords
 
 _MAGIC = b"twostroke kv 1\0\0"
 _HEADER = struct.Struct("<16sQQ32s")  # magic; tokens and bytes of a page; identity; behind it a digest of these
@@ -50,11 +49,8 @@ class PageFile:
 
     def __init__(self, descriptor: int, identity: bytes, page_tokens: int, image_bytes: int) -> None:
         self.descriptor = descriptor
-        self.page_tokens = page_tokens
-        self._n_head = 8 * -(-4 * (1 + page_tokens) // 8)
-        self._image = slice(self._n_head, self._n_head + image_bytes)
-        self._n_record = 8 * -(-(self._n_head + image_bytes) // 8)
-        self._stride = _BLOCK * -(-self._n_record // _BLOCK)
+        self.records = PageRecords(page_tokens, image_bytes)
+        self._stride = _BLOCK * -(-self.records.n_bytes // _BLOCK)
         header = _HEADER.pack(_MAGIC, page_tokens, image_bytes, identity)
         self._header = header + hashlib.blake2b(header, digest_size=32).digest()
 
@@ -119,26 +115,9 @@ class PageFile:
         if os.fstat(self.descriptor).st_size > end:
             os.ftruncate(self.descriptor, end)
 
-    def record(self) -> Bytes:
-        """Room for a record."""
-        return np.zeros(self._n_record, np.uint8)
-
-    def image(self, record: Bytes) -> Bytes:
-        """The part of a record that has the keys and values."""
-        return record[self._image]
-
-    def set_tokens(self, record: Bytes, tokens: list[int]) -> None:
-        head = record[: self._n_head].view(np.int32)
-        head[:] = 0
-        head[0], head[1 : 1 + len(tokens)] = len(tokens), tokens
-
-    def tokens(self, record: Bytes) -> list[int]:
-        n, *tokens = record[: self._n_head].view(np.int32).tolist()
-        return tokens[: max(0, min(n, self.page_tokens))]
-
     def write(self, slot: int, key: bytes, used: int, record: Bytes) -> Entry:
         """Write ``record`` to ``slot``, and return the entry that it has from then on."""
-        entry = Entry(key, used, *self._sums(key, record))
+        entry = Entry(key, used, *self.records.sums(key, record))
         _write_all(self.descriptor, record, self._record_at(slot))
         self.write_entry(slot, entry)
         return entry
@@ -153,13 +132,7 @@ class PageFile:
             n = os.preadv(self.descriptor, [record.data], self._record_at(slot))
         except OSError:
             return False
-        return n == len(record) and self._sums(entry.key, record) == (entry.total, entry.crc)
-
-    @staticmethod
-    def _sums(key: bytes, record: Bytes) -> tuple[int, int]:
-        """The sum of a record's 64-bit words modulo 2⁶⁴, and its CRC-32 behind that of the key. Together they read 4 GB/s,
-        where a cryptographic hash reads 1 or 2."""
-        return int(record.view(np.uint64).sum(dtype=np.uint64)), zlib.crc32(record.data, zlib.crc32(key))
+        return n == len(record) and self.records.sums(entry.key, record) == (entry.total, entry.crc)
 
 
 def _write_all(descriptor: int, data: Bytes, at: int) -> None:

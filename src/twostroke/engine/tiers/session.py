@@ -26,7 +26,7 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
             descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with contextlib.closing(PageFile(descriptor, identity, page_tokens, images.n_bytes)) as file:
                 file.begin()
-                key, record = ROOT, file.record()
+                key, record = ROOT, file.records.record()
                 for slot, held in enumerate(scheduler.page_lists.keys_of(tokens)[1:]):
                     own = tokens[slot * page_tokens : (slot + 1) * page_tokens]
                     found = scheduler.pool.tree.held(held)
@@ -35,8 +35,8 @@ def save(path: Path, tokens: list[int], identity: bytes, scheduler: Scheduler, i
                             "not all keys and values of the conversation are in the cache: the model's output is not "
                             "finite, or the cache is too small."
                         )
-                    images.copy_out(found[0], file.image(record))
-                    file.set_tokens(record, own)
+                    images.copy_out(found[0], file.records.image(record))
+                    file.records.set_tokens(record, own)
                     key = chain_key(key, own)
                     file.write(slot, key, len(tokens), record)
     except OSError as error:
@@ -62,9 +62,9 @@ def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) 
             entries = file.entries(most + 1)
             if len(entries) > most:
                 raise CapacityError(f"{path} holds more than max_model_len={config.max_model_len} tokens. Raise it.")
-            key, record = ROOT, file.record()
+            key, record = ROOT, file.records.record()
             for slot, entry in enumerate(entries):
-                own = file.tokens(record) if entry is not None and file.read(slot, entry, record) else []
+                own = file.records.tokens(record) if entry is not None and file.read(slot, entry, record) else []
                 key = chain_key(key, own)
                 whole = len(own) == size
                 if entry is None or not own or entry.key != key or not (whole or slot == len(entries) - 1):
@@ -76,7 +76,7 @@ def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) 
                         f"{path} holds more tokens than the {config.n_pages} pages of the KV cache. Raise kv_cache_bytes."
                     )
                 pages += page
-                images.copy_in(page[0], file.image(record))
+                images.copy_in(page[0], file.records.image(record))
             if not entries or entries[0] is None or entries[0].used != len(tokens):
                 raise _damaged(path)
         keys = scheduler.page_lists.keys_of(tokens)
