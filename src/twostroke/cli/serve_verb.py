@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.choosing.server_settings import ServerChoice
     from twostroke.server.launch import KVEventSettings
+    from twostroke.server.handover.settings import HandoverSettings
+
+ROLES = ("joint", "prefill", "decode")
 
 app = typer.Typer(add_completion=False)
 
@@ -51,6 +55,20 @@ def serve(
     ),
     replicas: int = typer.Option(
         1, min=1, help="Engines, each with its share of the processors and a cache of its own. Engine options are of each."
+    ),
+    prefill_engines: int = typer.Option(
+        0, min=0, help="Further engines on this machine that compute prompts, while one decodes; all have equal shares of it."
+    ),
+    role: str = typer.Option(
+        "joint",
+        help="joint: the engine does all; prefill: it also computes prompts for others; decode: others compute its prompts.",
+    ),
+    listen: str | None = typer.Option(
+        None, help="With --role prefill: HOST:PORT, or the path of a socket on this machine, at which engines that decode ask."
+    ),
+    peer: list[str] = typer.Option([], help="With --role decode: --listen of an engine that prefills. Repeatable."),
+    role_key_file: Path | None = typer.Option(
+        None, help="With --role, over HOST:PORT: file of the key that both prove to have. Pages are not encrypted."
     ),
     capture: Path | None = typer.Option(
         None, help="Keep chats in this folder for training; with --api-key-file those of keys with capture=yes alone."
@@ -144,11 +162,31 @@ def serve(
         usage_log=usage_log, max_queued_tokens=max_queued_tokens, otlp_endpoint=otlp_endpoint,
         kv_events=_kv_events(kv_events, kv_events_replay, kv_events_topic, engine.separate_prefixes),
     )  # fmt: skip
+    handover = _handover(role, listen, peer, role_key_file)
+    if role == "prefill":
+        if replicas > 1:
+            raise ConfigError(
+                f"--role prefill listens for one engine, and --replicas={replicas} asks for several. Leave one out."
+            )
+        settings = replace(settings, engine=replace(engine, separate_prefixes=True))  # the other side knows whose they are
+    if prefill_engines:
+        if replicas > 1 or handover is not None or choice is not None:
+            raise ConfigError(
+                f"--prefill-engines={prefill_engines} divides this machine between one engine that decodes and those that "
+                "prefill. Leave out --replicas, --role, --slo-ttft-ms, --slo-tpot-ms and --mode."
+            )
+        if 1 + prefill_engines > most:
+            raise ConfigError(
+                f"--prefill-engines={prefill_engines} and one that decodes must not be more than the processors that this "
+                f"process may use, {most} here."
+            )
+    settings = replace(settings, handover=handover)
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
-    with bind(host, port) as listener:
+    with bind(host, port) as listener, tempfile.TemporaryDirectory(prefix="twostroke-") as private:  # mode 0700
+        settings = replace(settings, prefill_at=tuple(f"{private}/{i}" for i in range(prefill_engines)))
         # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
         child = settings.launches()[0]()
         try:
@@ -172,9 +210,12 @@ def serve(
                     "kv_cache_bytes": ready.kv_cache_bytes,
                     "max_model_len": ready.max_model_len,
                     "replicas": replicas,
+                    "prefill_engines": prefill_engines,
                     "run_id": started.run_id,
                 } | ({} if choice is None else {"choice": choice})
                 kind = ready.dtype if replicas == 1 else f"{ready.dtype}, {replicas} engines"
+                if prefill_engines:
+                    kind = f"{ready.dtype}, {prefill_engines} of {1 + prefill_engines} engines prefill"
                 sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
                 line = f"serving {started.names[0]} ({kind}, {sizes}) at {started.url}/v1"
                 for note in ready.notes:
@@ -208,6 +249,28 @@ def _kv_events(endpoint: str | None, replay: str | None, topic: str | None, sepa
     if endpoint == "http" and (replay is not None or topic is not None):
         raise ConfigError("--kv-events http has no topic, and its route replays by itself. Leave the other two out.")
     return KVEventSettings(None if endpoint == "http" else endpoint, replay, topic)
+
+
+def _handover(role: str, listen: str | None, peers: list[str], key_file: Path | None) -> HandoverSettings | None:
+    """What ``--role`` and its options say. Raises ConfigError."""
+    from twostroke.server.handover.settings import HandoverSettings, address_of, read_key
+
+    if role not in ROLES:
+        raise ConfigError(f"--role={role} is not known. Use one of {', '.join(ROLES)}.")
+    if (listen is None) == (role == "prefill"):
+        raise ConfigError("--role prefill and --listen go together: it says where engines that decode ask. Give both or none.")
+    if bool(peers) != (role == "decode"):
+        raise ConfigError("--role decode and --peer go together: it says who computes prompts. Give both or none.")
+    far = [address for address in (*peers, *filter(None, [listen])) if isinstance(address_of(address), tuple)]
+    if far and key_file is None:
+        raise ConfigError(f"{far[0]} can be reached by others, so both sides must prove who they are. Give --role-key-file.")
+    if key_file is not None:
+        if not far:
+            raise ConfigError("--role-key-file is for engines at HOST:PORT. Leave it out, or give --role with such an address.")
+        read_key(key_file)
+    if role == "joint":
+        return None
+    return HandoverSettings(listen, tuple(peers), None if key_file is None else str(key_file.resolve()))
 
 
 def _set(

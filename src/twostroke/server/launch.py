@@ -21,6 +21,7 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError, EngineError, TwostrokeError
 from twostroke.core.openmp import limit_spinning
 from twostroke.core.topology import processors_of
+from twostroke.server.handover.settings import HandoverSettings
 
 _MAX_SOCKET_PATH = 107  # bytes of sockaddr_un.sun_path on Linux, less the closing zero
 
@@ -69,28 +70,56 @@ class ServeSettings:
     max_queued_tokens: int | None = None  # of prompts that wait; None: not bounded
     kv_events: KVEventSettings | None = None  # None: nobody is told what the caches hold
     otlp_endpoint: str | None = None  # of the collector of traces; None: there are none
+    handover: HandoverSettings | None = None  # with other servers' engines; None: each engine computes all of its requests
+    prefill_at: tuple[str, ...] = ()  # sockets of engines of this server that compute prompts for the one that decodes
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""
         return replace(self, directory=Path(weights)).launches()[number]()
 
+    def relaunch_prefill(self, number: int, weights: str) -> EngineChild:
+        """The same of an engine that computes prompts."""
+        return replace(self, directory=Path(weights)).prefill_launches()[number]()
+
     def launches(self) -> list[Callable[[], EngineChild]]:
         """For each engine a function that starts it, on its share of the processors if there are several engines. Each has its
         own part of the directory of cached prefixes, because a store has one owner."""
+        if self.prefill_at:
+            return self._launches_apart()[:1]
         if self.replicas == 1:
             return [lambda: launch_engine(self.engine_command())]
         found: list[Callable[[], EngineChild]] = []
         for i, share in enumerate(shares(self.replicas)):
-            kept = None if self.engine.kv_dir is None else str(Path(self.engine.kv_dir) / f"replica-{i}")
-            own = replace(self, engine=replace(self.engine, replicas=self.replicas, kv_dir=kept))
+            own = self._one_of(self.replicas, f"replica-{i}")
             found.append(partial(launch_engine, own.engine_command(), share))
         return found
+
+    def prefill_launches(self) -> list[Callable[[], EngineChild]]:
+        """For each engine that computes prompts for the one that decodes a function that starts it."""
+        return self._launches_apart()[1:] if self.prefill_at else []
+
+    def _launches_apart(self) -> list[Callable[[], EngineChild]]:
+        n = 1 + len(self.prefill_at)
+        decodes = replace(self._one_of(n, "decode"), handover=HandoverSettings(peers=self.prefill_at))
+        found = [decodes]
+        for i, path in enumerate(self.prefill_at):
+            own = replace(self._one_of(n, f"prefill-{i}"), handover=HandoverSettings(listen=path))
+            # What clients must not learn of each other they must not learn here either; an engine that does not keep its own
+            # apart asks for all of them as for one.
+            found.append(replace(own, engine=replace(own.engine, separate_prefixes=True)))
+        return [partial(launch_engine, own.engine_command(), share) for own, share in zip(found, shares(n), strict=True)]
+
+    def _one_of(self, n: int, part: str) -> ServeSettings:
+        """The same for one of ``n`` engines, with its own ``part`` of the directory of cached prefixes."""
+        kept = None if self.engine.kv_dir is None else str(Path(self.engine.kv_dir) / part)
+        return replace(self, engine=replace(self.engine, replicas=n, kv_dir=kept))
 
     def engine_command(self) -> list[str]:
         """Command line of the engine process, to which `launch_engine` adds the socket and the parent."""
         # -P: never import a module that happens to lie in the working directory.
         words = [sys.executable, "-P", "-m", "twostroke.server.engine_process"]
-        return [*words, "--model", str(self.directory), "--settings", self.engine.to_json()]
+        words += ["--model", str(self.directory), "--settings", self.engine.to_json()]
+        return words if self.handover is None else [*words, "--handover", self.handover.to_json()]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from twostroke.planner.serving.adapters import adapters_in
 from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.under_load import Slo
+from twostroke.planner.serving.under_load import Slo, kv_bytes_of_prompt, sending_s
 from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
@@ -104,8 +105,28 @@ def within_slo(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
     return {"served_mean_ttft_s": ttft_s, "served_mean_tpot_s": tpot_s, "served_within_slo": share}
 
 
+@dataclass(frozen=True)
+class Transfers:
+    """Prompts are computed by other engines, all ``near``: on this machine."""
+
+    near: bool
+
+
+def transferred(shape: ServingShape | None, engine: Mapping[str, float]) -> tuple[dict[str, float], str]:
+    """Mean bytes and seconds of the handovers that an engine counted, and why they do not test a prediction for ``shape``."""
+    n = engine.get("handover_requests", 0.0)
+    if not n:
+        return {}, "no prompt was handed over."
+    values = {"transfer_bytes": engine["handover_bytes"] / n, "transfer_s": engine["handover_s"] / n}
+    tokens = engine["handover_tokens"] / n
+    if shape is None or shape.prompt_tokens / ALIKE <= tokens <= shape.prompt_tokens * ALIKE:
+        return values, ""
+    return values, f"predicted for {shape.prompt_tokens} tokens; {tokens:.4g} were handed over on average."
+
+
 class ServeRecord:
-    """The entry of one server with ``adapters``, directories by name. Its prediction is frozen before the model is loaded."""
+    """The entry of one server with ``adapters``, directories by name. Its prediction is frozen before the model is loaded.
+    With ``transfers`` it is what `plan serve --disaggregate` says of a prompt's way, and what does not depend on time."""
 
     def __init__(
         self,
@@ -113,7 +134,9 @@ class ServeRecord:
         settings: EngineSettings,
         adapters: Mapping[str, str] | None = None,
         choice: ServerChoice | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
+        self._transfers = transfers
         self._shape: ServingShape | None = None
         self._choice = choice
         self._settings = settings
@@ -152,8 +175,13 @@ class ServeRecord:
             raise ConfigError("max_model_len=1 leaves no room for an answer.")
         hardware = load_hardware("this", "serve")
         self._shape = shape
-        self._planned = plan_serving(spec, shape, hardware)
-        values = self._planned.prediction()
+        self._planned = planned = plan_serving(spec, shape, hardware)
+        values = planned.prediction()
+        if self._transfers is not None:
+            self._planned = None  # of an engine that computes prompts as well
+            sent = {"transfer_bytes": kv_bytes_of_prompt(planned), "transfer_s": sending_s(planned, self._transfers.near)}
+            timeless = {name: value for name, value in values.items() if name not in (*TIMES, "energy_per_mtok_kwh")}
+            return Planned(timeless | sent, hardware, {"shape": plain(shape)})
         values |= starts_over_http(values, hardware) | by_users(() if self._choice is None else self._choice.levels)
         return Planned(values, hardware, {"shape": plain(shape)})
 
@@ -184,6 +212,10 @@ class ServeRecord:
         if "peak_memory_bytes" in engine:
             values["peak_memory_bytes"] = engine["peak_memory_bytes"]
         reasons = dict.fromkeys(TIMES, why) if why else {}
+        if self._transfers is not None:
+            sent, why = transferred(self._shape, engine)
+            values |= {f"{'served_' if why else ''}{name}": value for name, value in sent.items()}
+            reasons |= dict.fromkeys(("transfer_bytes", "transfer_s"), why) if why else {}
         if self._choice is not None and self._shape is not None:
             answers = [answer for answer in served.answers if answer.first_s is not None]
             of_load = by_users(served_levels(answers, self._choice.levels, self._shape))

@@ -40,12 +40,14 @@ from twostroke.server.connections import (
     say_once,
 )
 from twostroke.server.engine_client import EngineClient, Engines
+from twostroke.server.handover.settings import HandoverSettings
 from twostroke.server.http import make_app
 from twostroke.server.keys import ApiKeys
 from twostroke.server.kv_events import KVEvents
 from twostroke.server.kv_sockets import KVSockets
 from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings, is_loopback, process_age_s
-from twostroke.server.record import ServeRecord
+from twostroke.server.prefill import DecodingEngine
+from twostroke.server.record import ServeRecord, Transfers
 from twostroke.server.redaction import Redaction, read_patterns
 from twostroke.server.replicas import Replicas
 from twostroke.server.response_cache import opened_cache
@@ -92,7 +94,10 @@ def serve_model(
     text = ModelText(settings.directory)
     spec = read_spec(settings.directory)
     engine = replace(settings.engine, replicas=settings.replicas)
-    record = ServeRecord(settings.directory, engine, settings.adapters, choice)
+    transfers = None
+    if settings.prefill_at or (settings.handover is not None and settings.handover.peers):
+        transfers = Transfers(near=all(peer.startswith("/") for peer in (settings.handover or HandoverSettings()).peers))
+    record = ServeRecord(settings.directory, engine, settings.adapters, choice, transfers)
 
     def ready(engine: wire.Ready) -> None:
         startup_s = process_age_s()
@@ -152,6 +157,12 @@ def published_events(settings: ServeSettings, address: tuple[Any, ...]) -> tuple
 def engines_of(settings: ServeSettings, child: EngineChild, events: KVEvents | None = None) -> Engines:
     """The engine of ``settings``, or the several that they ask for. ``child`` is the first. ``events`` follow their caches."""
     launches = settings.launches()
+    if settings.prefill_at:
+        apart = DecodingEngine(launches[0], child, settings.adapters, settings.prefill_launches())
+        apart.relaunch = partial(settings.relaunch, 0)
+        for i, engine in enumerate(apart.prefills):
+            engine.relaunch = partial(settings.relaunch_prefill, i)
+        return apart
     if len(launches) == 1:
         one = EngineClient(launches[0], child, adapters=settings.adapters)
         one.relaunch = partial(settings.relaunch, 0)

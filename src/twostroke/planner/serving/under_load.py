@@ -370,11 +370,21 @@ def pools_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Disaggregation:
                 f"one request alone decodes a token in {1e3 * step(1.0):.3g} ms, above the SLO of {1e3 * slo.tpot_s:.3g} ms. "
                 "Use --tensor, or allow more."
             )
-    link = plan.hardware.network
-    sending = transfer_s(
-        plan.shape.prompt_tokens, plan.kv_bytes_per_token / plan.devices, link.alpha_s, link.effective_bytes_per_s
-    )
+    sending = sending_s(plan)
     return disaggregate(rate_per_s, plan.ttft_s, step(batch), batch, plan.shape.output_tokens, plan.kv_request_bytes, sending)
+
+
+def kv_bytes_of_prompt(plan: ServingPlan) -> float:
+    """Bytes of KV of the plan's prompt, on all devices."""
+    return plan.shape.prompt_tokens * plan.kv_bytes_per_token
+
+
+def sending_s(plan: ServingPlan, near: bool = False) -> float:
+    """Seconds to send the cache of the plan's prompt to another node, or if ``near`` to another engine of the same one. Every
+    device sends its part."""
+    link = plan.hardware.link if near else plan.hardware.network
+    part = plan.kv_bytes_per_token / plan.devices
+    return transfer_s(plan.shape.prompt_tokens, part, link.alpha_s, link.effective_bytes_per_s)
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from twostroke.engine.tiers.images import Bytes
 from twostroke.engine.tiers.received import Received, ReceivedPages
 from twostroke.engine.tiers.records import PageRecords
 from twostroke.server import wire
-from twostroke.server.handover.channel import Channel, LostError, greet
+from twostroke.server.handover.channel import Channel, LostError, greet, reason_of
 from twostroke.server.handover.messages import VERSION, Beat, Cancel, Compute, Ended, Hello, Page
 from twostroke.server.handover.segment import Segment
 from twostroke.server.handover.settings import HandoverSettings, address_of
 
 log = logging.getLogger("twostroke.server")
 
-BACKOFF_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+BACKOFF_S = (0.1, 0.25, 0.5, 1.0)
 """Before a peer is connected to again."""
 
 
@@ -183,8 +183,10 @@ class Borrower:
             began = time.monotonic()
             try:
                 self._talk(peer)
-            except (LostError, OSError) as error:
+            except LostError as error:
                 self._say(peer, str(error))
+            except OSError as error:
+                self._say(peer, reason_of(error))
             self._lose(peer)
             n_failed = 0 if time.monotonic() - began > BACKOFF_S[-1] else n_failed + 1
             self._closed.wait(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
@@ -201,13 +203,7 @@ class Borrower:
         """Connect, greet, and take what comes until the connection is lost."""
         where, settings = address_of(peer.address), self._settings
         near = isinstance(where, str)
-        if near:
-            connected = socket.socket(socket.AF_UNIX)
-            connected.settimeout(settings.timeout_s)
-            connected.connect(where)
-        else:
-            connected = socket.create_connection(where, settings.timeout_s)
-        channel = Channel(connected, settings.timeout_s)
+        channel = Channel(_connected(where, settings.timeout_s), settings.timeout_s)
         # A new one for each connection: an engine that was stopped may still write to the one before.
         segment = Segment(max(1, settings.memory_bytes // self._records.n_bytes), self._records.n_bytes, near)
         try:
@@ -325,6 +321,19 @@ class Borrower:
             peer.waiting.clear()
             for handover in lost:
                 self._end(handover)
+
+
+def _connected(where: str | tuple[str, int], timeout_s: float) -> socket.socket:
+    if not isinstance(where, str):
+        return socket.create_connection(where, timeout_s)
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(where)
+    except OSError:
+        connected.close()
+        raise
+    return connected
 
 
 def _resolve(handover: Handover) -> None:

@@ -325,7 +325,7 @@ class Lender:
             self._core.abort(job.name)
             job.running = False
         if job.ended is None:
-            job.ended = Ended(job.asked.job, why)
+            job.ended = Ended(job.asked.job, why[:300])
             job.peer.outbox.put(job.ended)
 
     def _give_up(self, job: _Job, why: str) -> None:
@@ -343,6 +343,7 @@ def _listening(address: str, key: bytes | None) -> socket.socket:
     where = address_of(address)
     if isinstance(where, tuple) and key is None:
         raise ConfigError(f"engines that ask at {address} must prove who they are. Give --role-key-file.")
+    listener: socket.socket | None = None
     try:
         if isinstance(where, str):
             listener = socket.socket(socket.AF_UNIX)
@@ -352,11 +353,12 @@ def _listening(address: str, key: bytes | None) -> socket.socket:
             listener.bind(where)
             os.chmod(where, 0o600)
         else:
-            family = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family)
+            listener = socket.socket(socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0][0])
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
         listener.listen(8)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(f"engines cannot be listened to at {address}: {error.strerror or error}. Name another.") from None
     return listener

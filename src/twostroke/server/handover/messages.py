@@ -1,8 +1,8 @@
 """What two engines say to each other: one asks for pages of prompts (it decodes), the other computes them (it prefills).
 
-Both begin with a `Challenge`. The asking engine greets with `Hello` and then sends `Compute` and `Cancel`. The other answers each `Compute` with a `Page` for
-each page and one `Ended`, after which it sends nothing more of it. Both send `Beat` while they
-have nothing else to say. Messages are tagged structs of declared types, as in ``server.wire``: no bytes make a process run code.
+Both begin with a `Challenge`. The asking engine greets with `Hello` and then sends `Compute` and `Cancel`. The other answers
+each `Compute` with a `Page` for each page and one `Ended`, after which it sends nothing more of it. Both send `Beat` while they
+have nothing else to say. Messages are tagged structs of declared types, as in ``server.wire``: no bytes run code.
 """
 
 from __future__ import annotations
