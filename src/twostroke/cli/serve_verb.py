@@ -166,7 +166,7 @@ def serve(
     if role == "prefill":
         if replicas > 1:
             raise ConfigError(
-                f"--role prefill listens for one engine, and --replicas={replicas} asks for several. Leave one out."
+                f"--role prefill is of one engine, and --replicas={replicas} asks for several. Leave one out."
             )
         settings = replace(settings, engine=replace(engine, separate_prefixes=True))  # the other side knows whose they are
     if prefill_engines:

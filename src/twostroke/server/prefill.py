@@ -30,7 +30,8 @@ class DecodingEngine(EngineClient):
         self.prefills = [EngineClient(each) for each in prefills]
 
     def rows(self) -> list[dict[str, float]]:
-        return [row for engine in (super(), *self.prefills) for row in engine.rows()]
+        own = super().rows()
+        return own + [row for engine in self.prefills for row in engine.rows()]
 
     async def stats(self, timeout_s: float = 1.0) -> dict[str, float]:
         """Its own counters; those of steps with prompts are of all."""
