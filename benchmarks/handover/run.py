@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -107,7 +108,7 @@ async def measured(way: str, model: Path, n: int, every_s: float, seed: int) -> 
             began = time.perf_counter() + 0.1
             found = await asyncio.gather(*(answer(engine, each, began + i * every_s) for i, each in enumerate(prompts)))
             after = await engine.stats()
-    gaps = sorted(b - a for _, times in found for a, b in zip(times, times[1:], strict=False))
+    gaps = sorted(b - a for _, times in found for a, b in itertools.pairwise(times))
     first = [times[0] for _, times in found]
     row: dict[str, Any] = {
         "way": way,
@@ -144,9 +145,10 @@ def predicted(model: Path, tokens: float) -> dict[str, Any]:
 
 def summary(results: dict[str, Any]) -> str:
     lines = [
-        f"{results['machine']}, {results['processors']} processors, torch {results['torch']}, Twostroke {results['twostroke']}, "
-        f"load {results['load_average_at_start']:.1f} at the start. {results['requests']} requests of {PROMPT} + {OUTPUT} tokens, "
-        f"one every {results['every_s']:g} s, {results['rounds']} rounds; medians of the rounds:",
+        f"{results['machine']}, {results['processors']} processors, torch {results['torch']}, "
+        f"Twostroke {results['twostroke']}, load {results['load_average_at_start']:.1f} at the start. "
+        f"{results['requests']} requests of {PROMPT} + {OUTPUT} tokens, one every {results['every_s']:g} s, "
+        f"{results['rounds']} rounds; medians of the rounds:",
         "",
         "| | TTFT ms | largest | ITL ms | p99 | TPOT ms |",
         "|---|---|---|---|---|---|",

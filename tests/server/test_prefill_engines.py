@@ -1,4 +1,4 @@
-"""Engine processes of one server apart: one decodes, one prefills; and what becomes of requests when the latter ends or stops."""
+"""Engine processes apart: one decodes, one prefills; and what becomes of requests when the latter ends or stops."""
 
 from __future__ import annotations
 

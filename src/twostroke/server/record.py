@@ -21,7 +21,7 @@ from twostroke.planner.serving.adapters import adapters_in
 from twostroke.planner.serving.http import starts_over_http
 from twostroke.planner.serving.plan import ServingPlan, plan_serving
 from twostroke.planner.serving.shape import ServingShape
-from twostroke.planner.serving.under_load import Slo, kv_bytes_of_prompt, sending_s
+from twostroke.planner.serving.under_load import Slo, sending_s
 from twostroke.planner.truth.recording import Planned, recording
 from twostroke.quantization.held import serving_shape
 from twostroke.server import wire
@@ -179,7 +179,7 @@ class ServeRecord:
         values = planned.prediction()
         if self._transfers is not None:
             self._planned = None  # of an engine that computes prompts as well
-            sent = {"transfer_bytes": kv_bytes_of_prompt(planned), "transfer_s": sending_s(planned, self._transfers.near)}
+            sent = {"transfer_bytes": planned.kv_request_bytes, "transfer_s": sending_s(planned, self._transfers.near)}
             timeless = {name: value for name, value in values.items() if name not in (*TIMES, "energy_per_mtok_kwh")}
             return Planned(timeless | sent, hardware, {"shape": plain(shape)})
         values |= starts_over_http(values, hardware) | by_users(() if self._choice is None else self._choice.levels)

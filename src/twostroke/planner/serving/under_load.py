@@ -374,11 +374,6 @@ def pools_for(plan: ServingPlan, rate_per_s: float, slo: Slo) -> Disaggregation:
     return disaggregate(rate_per_s, plan.ttft_s, step(batch), batch, plan.shape.output_tokens, plan.kv_request_bytes, sending)
 
 
-def kv_bytes_of_prompt(plan: ServingPlan) -> float:
-    """Bytes of KV of the plan's prompt, on all devices."""
-    return plan.shape.prompt_tokens * plan.kv_bytes_per_token
-
-
 def sending_s(plan: ServingPlan, near: bool = False) -> float:
     """Seconds to send the cache of the plan's prompt to another node, or if ``near`` to another engine of the same one. Every
     device sends its part."""
