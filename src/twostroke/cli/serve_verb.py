@@ -23,8 +23,8 @@ from twostroke.core.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.choosing.server_settings import ServerChoice
-    from twostroke.server.launch import KVEventSettings
     from twostroke.server.handover.settings import HandoverSettings
+    from twostroke.server.launch import KVEventSettings
 
 ROLES = ("joint", "prefill", "decode")
 
@@ -164,6 +164,10 @@ def serve(
     )  # fmt: skip
     handover = _handover(role, listen, peer, role_key_file)
     if role == "prefill":
+        if kv_events is not None:
+            raise ConfigError(
+                "--kv-events tells the tokens of all prompts, with --role prefill another server's. Leave it out."
+            )
         if replicas > 1:
             raise ConfigError(f"--role prefill is of one engine, and --replicas={replicas} asks for several. Leave one out.")
         settings = replace(settings, engine=replace(engine, separate_prefixes=True))  # the other side knows whose they are

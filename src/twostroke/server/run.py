@@ -160,8 +160,9 @@ def engines_of(settings: ServeSettings, child: EngineChild, events: KVEvents | N
     if settings.prefill_at:
         apart = DecodingEngine(launches[0], child, settings.adapters, settings.prefill_launches())
         apart.relaunch = partial(settings.relaunch, 0)
-        for i, engine in enumerate(apart.prefills):
-            engine.relaunch = partial(settings.relaunch_prefill, i)
+        apart.pages = None if events is None else events.of_engine(0)
+        for i, each in enumerate(apart.prefills):
+            each.relaunch = partial(settings.relaunch_prefill, i)
         return apart
     if len(launches) == 1:
         one = EngineClient(launches[0], child, adapters=settings.adapters)
