@@ -169,7 +169,7 @@ def serve(
                 "--kv-events tells the tokens of all prompts, with --role prefill another server's. Leave it out."
             )
         if replicas > 1:
-            raise ConfigError(f"--role prefill is of one engine, and --replicas={replicas} asks for several. Leave one out.")
+            raise ConfigError(f"--role prefill is of one engine, and --replicas={replicas} of several. Leave one out.")
         settings = replace(settings, engine=replace(engine, separate_prefixes=True))  # the other side knows whose they are
     if prefill_engines:
         if replicas > 1 or handover is not None or choice is not None:
