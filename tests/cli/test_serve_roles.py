@@ -1,4 +1,4 @@
-"""`serve --role`, `--listen`, `--peer`, `--role-key-file` and `--prefill-engines`: what does not go together is told at once."""
+"""The options of roles of `serve`: what does not go together is told at once."""
 
 from __future__ import annotations
 
