@@ -48,6 +48,18 @@ class KVEventSettings:
 
 
 @dataclass(frozen=True)
+class PoolSettings:
+    """Further models that are served beside the first: each with its engine's settings, its one name and its adapters; what the
+    HTTP side adds is the first one's. Together they take ``most_bytes`` while they are loaded. A request waits for its model
+    for ``wait_s``. ``split``: the model and the share of an A/B test with the first."""
+
+    others: tuple[ServeSettings, ...]
+    most_bytes: float
+    wait_s: float
+    split: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
 class ServeSettings:
     """One server: a model, the engine's settings, and what the HTTP side adds. Clients call the model by one of ``names``."""
 
@@ -69,6 +81,7 @@ class ServeSettings:
     max_queued_tokens: int | None = None  # of prompts that wait; None: not bounded
     kv_events: KVEventSettings | None = None  # None: nobody is told what the caches hold
     otlp_endpoint: str | None = None  # of the collector of traces; None: there are none
+    pool: PoolSettings | None = None
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""
