@@ -91,7 +91,14 @@ def test_adapters_belong_to_the_model_behind_their_name(model: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     "other",
-    [("--replicas", "2"), ("--admin",), ("--files-dir", "f"), ("--response-cache", "c"), ("--mode", "throughput")],
+    [
+        ("--replicas", "2"),
+        ("--admin",),
+        ("--files-dir", "f"),
+        ("--response-cache", "c"),
+        ("--mode", "throughput"),
+        ("--kv-events", "http"),
+    ],
 )
 def test_what_several_models_cannot_have_yet_is_refused_by_name(model: Path, tmp_path: Path, other: tuple[str, ...]) -> None:
     words = [str(model), "--model", f"x={model}", "--models-memory-gib", "2", "--port", "0", *other]
