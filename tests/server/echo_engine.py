@@ -111,6 +111,7 @@ class EchoEngine:
             self.tree.insert(key, tokens, page, before)
         return n
 
+    adds: int = 0
     fingerprint: str = "fp_echo"
     changed: bool = False
     is_empty: bool = False
@@ -180,7 +181,7 @@ class EchoEngine:
             raise CapacityError("prompt needs more pages than there are.")
         cached = self.cached(prompt_ids)
         for i in range(params.n):
-            tokens = [*prompt_ids[:-1], prompt_ids[-1] + 10 * i + 100 * (lora is not None)]
+            tokens = [*prompt_ids[:-1], prompt_ids[-1] + self.adds + 10 * i + 100 * (lora is not None)]
             self.requests[request_id, i] = Running(tokens, params, client, 0, self.fingerprint, cached=cached)
             if self.say is not None and self.say.exists():
                 self.requests[request_id, i].script = json.loads(self.say.read_text())
@@ -256,10 +257,15 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=0.001)
     parser.add_argument("--say", type=Path, help="a file of token ids: while it is there, every answer is these")
     parser.add_argument("--caches", action="store_true")
+    parser.add_argument("--hold-bytes", type=int, default=0, help="memory that its process takes")
+    parser.add_argument("--adds", type=int, default=0, help="what the first token of an answer is greater by")
     parser.add_argument("--max-running", type=int)
     args = parser.parse_args()
 
+    held = bytearray()
+
     def load() -> tuple[EchoEngine, wire.Ready]:
+        held.extend(b"\1" * args.hold_bytes)
         time.sleep(args.load_s)
         if args.load_error == "input":
             raise InputError("the model cannot be used, says the echo engine.")
@@ -268,6 +274,7 @@ def main() -> int:
         if args.load_error == "exit":
             os._exit(9)
         engine = EchoEngine(step_s=args.step_s, say=args.say, caches=args.caches, max_running=args.max_running)
+        engine.adds = args.adds
         return engine, wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo")
 
     return serve_engine(args.socket, args.parent_pid, load)

@@ -1,7 +1,8 @@
 """The real HTTP process in front of the echo engine: prints its URL when ready, serves until a signal.
 
-``--set connections.SEND_TIMEOUT_S=1`` changes a limit of a server module, so that a test need not wait for it. ``--plain``
-takes h11 and asyncio's loop, as if httptools and uvloop were not installed. ``--real '{"n_threads": 1}'`` takes a real engine.
+``--set connections.SEND_TIMEOUT_S=1`` changes a limit of a server module, so that a test need not wait for it. ``--model
+NAME=DIR`` serves another model, whose engine has the options of ``--engine-of NAME=OPTION``. ``--plain`` takes h11 and
+asyncio's loop, as if httptools and uvloop were not installed. ``--real '{"n_threads": 1}'`` takes a real engine.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import importlib
 import json
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import TwostrokeError
 from twostroke.server.json_logs import log_as_json
-from twostroke.server.launch import CaptureSettings, KVEventSettings, ServeSettings, bind
+from twostroke.server.launch import CaptureSettings, KVEventSettings, PoolSettings, ServeSettings, bind
 from twostroke.server.run import Started, serve_model
 
 
@@ -57,6 +58,11 @@ def main() -> int:
     parser.add_argument("--otlp-endpoint")
     parser.add_argument("--engine", action="append", default=[])
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--model", action="append", default=[], dest="models")
+    parser.add_argument("--engine-of", action="append", default=[])
+    parser.add_argument("--models-memory", type=float, default=1e9)
+    parser.add_argument("--model-wait-s", type=float, default=20.0)
+    parser.add_argument("--ab")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--real", type=json.loads, help="settings of a real engine, in the place of the echo engine")
@@ -96,6 +102,14 @@ def main() -> int:
         real=args.real is not None,
         extra=(*args.engine, *(f"--{name.replace('_', '-')}={value}" for name, value in running.items())),
     )
+    if args.models:
+        others = []
+        for name, _, directory in (each.partition("=") for each in args.models):
+            own = [each.removeprefix(f"{name}=") for each in args.engine_of if each.startswith(f"{name}=")]
+            others.append(replace(settings, directory=Path(directory), names=(name,), extra=(*args.engine, *own)))
+        name, _, share = (args.ab or "").partition("=")
+        split = (name, float(share)) if share else None
+        settings = replace(settings, pool=PoolSettings(tuple(others), args.models_memory, args.model_wait_s, split))
     listener = bind(args.host, 0)
     child = settings.launches()[0]()
 

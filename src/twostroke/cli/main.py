@@ -38,6 +38,7 @@ VERBS: dict[str, str] = {
     "serve": "Serve a model over an OpenAI-compatible interface.",
     "route": "Route requests to the server that will answer first.",
     "bench": "Send load and measure latency and throughput.",
+    "ab": "What a server's A/B test found: latency, ratings, cost.",
     "compare": "Two models side by side: quality, speed, cost, size.",
     "card": "Write a model's card from what was measured here.",
     "ledger": "Predictions and measurements of every run.",

@@ -11,10 +11,11 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
+from twostroke.cli.model_options import AB, MEMORY, MODEL, WAIT, several, with_others
 from twostroke.cli.opened_model import opened_model
 from twostroke.cli.plan.subject import OUTPUT, PROMPT, lengths
 from twostroke.cli.slo import MODE, PREFIX_HITS, SLO_TPOT, SLO_TTFT, SPREAD, Asked, chosen_server
-from twostroke.core.adapter_names import LORA_HELP, adapters_of
+from twostroke.core.adapter_names import LORA_HELP
 from twostroke.core.contention import processors
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, ConfigError
@@ -48,7 +49,13 @@ def serve(
     served_name: list[str] = typer.Option(
         [], help="Name clients call the model by. Repeatable. Default: the directory's name."
     ),
-    lora: list[str] = typer.Option([], help=f"{LORA_HELP} Requests ask for the model NAME."),
+    lora: list[str] = typer.Option(
+        [], help=f"{LORA_HELP} Requests ask for the model NAME. With --model, NAME@MODEL=DIR belongs to that one."
+    ),
+    other_models: list[str] = MODEL,
+    models_memory_gib: float = MEMORY,
+    model_wait_s: float = WAIT,
+    ab: str = AB,
     engine: EngineSettings = FROM_OPTIONS,
     files_dir: Path | None = typer.Option(
         None, help="Directory of uploaded files and batches. Without it there is no /v1/files and no /v1/batches."
@@ -131,6 +138,19 @@ def serve(
     engine = replace(engine, separate_prefixes=api_key_file is not None and not share_prefixes)
     asked = Asked(slo_ttft_ms, slo_tpot_ms, mode)
     asked.slo()  # checked before anything is planned
+    names = tuple(served_name) or (directory.resolve().name,)
+    models = several(other_models, models_memory_gib, model_wait_s, ab, lora, names)
+    adapters = {name: str(path.resolve()) for name, path in models.of_model.get("", {}).items()}
+    if models.directories:
+        beside = {
+            "--replicas": replicas > 1, "--slo-ttft-ms, --slo-tpot-ms and --mode": asked.anything, "--admin": admin,
+            "--files-dir": files_dir is not None, "--response-cache": response_cache is not None,
+            "--kv-events": kv_events is not None, "--role": role is not None, "--prefill-engines": prefill_engines > 0,
+        }  # fmt: skip
+        if refused := [name for name, given in beside.items() if given]:
+            raise ConfigError(f"{refused[0]} is for a server of one model so far. Leave it out, or leave out --model.")
+        if models.split is not None and usage_log is None:
+            raise ConfigError("--ab keeps answers and ratings in the usage log. Name its file with --usage-log.")
     choice = None
     if asked.anything:
         if replicas > 1:
@@ -147,10 +167,6 @@ def serve(
             "--prompt, --output, --spread and --prefix-hits describe the load that the server is set for. Give "
             "--slo-ttft-ms, --slo-tpot-ms or --mode as well, or leave them out."
         )
-    names = tuple(served_name) or (directory.resolve().name,)
-    adapters = {name: str(path.resolve()) for name, path in adapters_of(lora).items()}
-    if taken := sorted(adapters.keys() & set(names)):
-        raise ConfigError(f"--lora names an adapter {taken[0]!r}, as the model is called. Take another name.")
     most = max(1, len(processors()))
     if replicas > most:
         raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use, {most} here.")
@@ -187,6 +203,8 @@ def serve(
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
+    if models.directories:
+        settings = with_others(settings, models)
     with bind(host, port) as listener, tempfile.TemporaryDirectory(prefix="twostroke-") as private:  # mode 0700
         settings = replace(settings, prefill_at=tuple(f"{private}/{i}" for i in range(prefill_engines)))
         # The engine needs seconds to import torch: it starts before this process imports what it needs itself.
@@ -213,6 +231,7 @@ def serve(
                     "max_model_len": ready.max_model_len,
                     "replicas": replicas,
                     "prefill_engines": prefill_engines,
+                    "models": [*started.names, *models.directories],
                     "run_id": started.run_id,
                 } | ({} if choice is None else {"choice": choice})
                 kind = ready.dtype if replicas == 1 else f"{ready.dtype}, {replicas} engines"
@@ -220,6 +239,8 @@ def serve(
                     kind = f"{ready.dtype}, {prefill_engines} of {1 + prefill_engines} engines prefill"
                 sizes = f"{format_bytes(ready.weights_bytes)} of weights, {format_bytes(ready.kv_cache_bytes)} of KV cache"
                 line = f"serving {started.names[0]} ({kind}, {sizes}) at {started.url}/v1"
+                if models.directories:
+                    line += f", and when asked for {', '.join(models.directories)}"
                 for note in ready.notes:
                     log(note)
                 emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)

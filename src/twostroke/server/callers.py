@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from twostroke.server.keys import Account
 
@@ -15,11 +16,22 @@ CALLER = "twostroke.caller"
 _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
+@dataclass
+class Visit:
+    """What a request is given on its way: what ``holds`` end with it, and of an A/B test the ``arm``, the model that answers,
+    and the ``unit``, the client's name in it."""
+
+    holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    arm: str | None = None
+    unit: str | None = None
+
+
 @dataclass(frozen=True)
 class Caller:
     """``name``: under which its requests take turns. ``account``: of its key, if it sent one. ``read_timeout_s``: after which
     its client gives up if nothing comes; ``came_s``: when the headers were read. Requests of a batch are not ``limited``: they
-    are behind all others, and wait. ``traceparent``: the trace that it is part of, as W3C's header has it."""
+    are behind all others, and wait. ``traceparent``: the trace that it is part of, as W3C's header has it. ``visit``: of a
+    request to a server of several models."""
 
     name: str = ""
     account: Account | None = None
@@ -27,6 +39,7 @@ class Caller:
     limited: bool = True
     came_s: float | None = None
     traceparent: str | None = None
+    visit: Visit | None = None
 
 
 NOBODY = Caller()

@@ -15,7 +15,7 @@ from twostroke.server import protocol, responses
 from twostroke.server.answers import ENCODER, joined
 from twostroke.server.errors import ApiError, bad_request
 from twostroke.server.service import Generation, Prompt, Service, TextDelta
-from twostroke.server.transfer import caller_of, read_body, respond
+from twostroke.server.transfer import caller_of, read_body, respond, service_of
 
 MAX_INPUTS = 2048
 """OpenAI's bound."""
@@ -111,7 +111,9 @@ class EmbeddingAnswer:
 
 async def embeddings(service: Service, request: Request) -> Response:
     started, caller = time.perf_counter(), caller_of(request)
-    asked = await service.parse(parse_embedding, await read_body(request, service.incoming), caller.name)
+    body = await read_body(request, service.incoming)
+    asked = await service.parse(parse_embedding, body, caller.name)
+    service = await service_of(service, request, asked.model, body)
     inputs = protocol.items_of(asked.input, "input", MAX_INPUTS)
     width = service.spec.d_model
     if asked.dimensions not in (None, width):

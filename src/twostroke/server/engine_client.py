@@ -314,6 +314,11 @@ class EngineClient:
         return {self.info.fingerprint} if self.info is not None and self.info.fingerprint else set()
 
     @property
+    def pid(self) -> int | None:
+        """Of the engine's process, if there is one."""
+        return None if self._child is None else self._child.process.pid
+
+    @property
     def ready(self) -> bool:
         """Whether a request sent now would be worked on."""
         return not self.asleep and self._loaded.is_set() and self._busy_s < self._heartbeat_timeout_s

@@ -20,6 +20,7 @@ from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
 from twostroke.server.service import Service, api_error
+from twostroke.server.split import ARM_HEADER
 
 log = logging.getLogger("twostroke.server")
 
@@ -81,7 +82,10 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._service.metrics.responses.labels(route, str(message["status"])).inc()
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = [(b"x-request-id", request_id)]
+                if caller.visit is not None and caller.visit.arm is not None:
+                    own.append((ARM_HEADER, caller.visit.arm.encode()))
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         peer = scope.get("client")
@@ -90,6 +94,8 @@ class Gate:
         try:
             await self._checked(scope, receive, marked_send, route, headers, caller)
         finally:
+            if caller.visit is not None:
+                caller.visit.holds.close()
             if self._service.log_requests:
                 fields = {"request_id": request_id.decode(), "method": scope["method"], "route": route, "status": status}
                 log.info("request", extra={"fields": fields | {"seconds": round(time.perf_counter() - began, 6)}})
@@ -102,7 +108,7 @@ class Gate:
         if refusal is not None:
             await _send_error(marked_send, refusal, path)
             return
-        if path in ANSWER_ROUTES | ADAPTER_ROUTES and self._service.client.asleep:
+        if path in ANSWER_ROUTES | ADAPTER_ROUTES and self._service.asleep:
             try:
                 await self._service.client.wake()
             except TwostrokeError as error:
@@ -142,10 +148,9 @@ class Gate:
         if length.isdigit() and int(length) > most:
             return too_large(most)
         if method == "POST" and path in ANSWER_ROUTES | ADAPTER_ROUTES:
-            dozes = service.client.dozes and not service.draining
-            if service.client.asleep and not dozes and not service.draining:
+            if service.asleep and not service.dozes and not service.draining:
                 return asleep()
-            if not service.ready and not dozes:
+            if not service.ready and not service.dozes:
                 return not_ready(retry_after_s=5 if service.draining else 1)
             if path in ANSWER_ROUTES:
                 return service.early_refusal(caller, path not in TEXT_ROUTES)

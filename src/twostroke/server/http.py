@@ -29,7 +29,7 @@ from twostroke.server.openapi import adapter_route, admin_route, answer_route, d
 from twostroke.server.page import add_page
 from twostroke.server.service import Service
 from twostroke.server.tool_answers import chat_answer
-from twostroke.server.transfer import caller_of, read_body, respond, respond_to
+from twostroke.server.transfer import caller_of, parent_of, read_body, respond, respond_to, service_of, text_service_of
 
 
 def make_app(service: Service, batches: Batches | None = None, admin: bool = False) -> ASGIApp:
@@ -46,9 +46,9 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
     @app.get("/ready", responses=errors(503))
     async def ready() -> Response:
         """Whether a request that is sent now would be computed."""
-        others = "draining" if service.draining else "asleep" if service.client.asleep else "loading"
+        others = "draining" if service.draining else "asleep" if service.asleep else "loading"
         state = "ready" if service.ready else others
-        return _json({"status": state}, 200 if service.ready or (service.client.dozes and not service.draining) else 503)
+        return _json({"status": state}, 200 if service.ready or service.dozes else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> Response:
@@ -56,14 +56,18 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
         service.metrics.active.set(service.admission.active)
         if service.kept is not None:
             service.metrics.show_kept(service.kept)
-        service.metrics.restarts.set(service.client.restarts)
+        engines = service.client if service.pool is None else service.pool
+        service.metrics.restarts.set(engines.restarts)
         service.metrics.show_waiting(service.waiting)
         service.metrics.show_keys(() if service.keys is None else service.keys.accounts)
         service.metrics.usage_lost.set(0 if service.usage is None else service.usage.lost)
-        stats = await service.client.stats()
-        service.metrics.show_engines(service.client)
-        if service.client.info is not None:
-            service.metrics.show_to_routers(service.names[0], service.client.info.page_tokens, stats)
+        stats = await engines.stats()
+        if service.pool is not None:
+            service.metrics.show_models(service.pool)
+        else:
+            service.metrics.show_engines(service.client)
+            if service.client.info is not None:
+                service.metrics.show_to_routers(service.names[0], service.client.info.page_tokens, stats)
         return Response(service.metrics.render(stats), media_type=service.metrics.content_type)
 
     @app.get("/v1/models", responses=errors())
@@ -78,37 +82,45 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
     async def completions(request: Request) -> Response:
         started = time.perf_counter()
         caller = caller_of(request)
-        parsed = await service.parse(protocol.parse_completion, await read_body(request, service.incoming), caller.name)
+        body = await read_body(request, service.incoming)
+        parsed = await service.parse(protocol.parse_completion, body, caller.name)
+        own = await service_of(service, request, parsed.model, body)
 
         async def compute() -> CompletionAnswer:
-            return CompletionAnswer(service, await service.complete(parsed, started, caller), parsed)
+            return CompletionAnswer(own, await own.complete(parsed, started, caller), parsed)
 
-        return await respond_to(service, request, caller.name, parsed, parsed, compute, answer_events)
+        return await respond_to(own, request, caller.name, parsed, parsed, compute, answer_events)
 
     async def chat_completions(request: Request) -> Response:
         started = time.perf_counter()
         caller = caller_of(request)
-        parsed = await service.parse(protocol.parse_chat, await read_body(request, service.incoming), caller.name)
+        body = await read_body(request, service.incoming)
+        parsed = await service.parse(protocol.parse_chat, body, caller.name)
+        own = await service_of(service, request, parsed.model, body)
 
         async def compute() -> ChatAnswer:
-            return chat_answer(service, await service.chat(parsed, started, caller), parsed)
+            return chat_answer(own, await own.chat(parsed, started, caller), parsed)
 
-        return await respond_to(service, request, caller.name, parsed, parsed, compute, answer_events)
+        return await respond_to(own, request, caller.name, parsed, parsed, compute, answer_events)
 
     async def score(request: Request) -> Response:
         started = time.perf_counter()
         caller = caller_of(request)
-        parsed = await service.parse(protocol.parse_score, await read_body(request, service.incoming), caller.name)
-        return await respond(request, ScoreAnswer(service, await service.score(parsed, started, caller)), service.outgoing)
+        body = await read_body(request, service.incoming)
+        parsed = await service.parse(protocol.parse_score, body, caller.name)
+        own = await service_of(service, request, parsed.model, body)
+        return await respond(request, ScoreAnswer(own, await own.score(parsed, started, caller)), service.outgoing)
 
     async def load_adapter(request: Request) -> Response:
         asked = protocol.parse_object(await read_body(request, service.incoming), protocol.LoadAdapter)
-        await service.load_adapter(asked.lora_name, asked.lora_path)
+        own = await parent_of(service, request, asked.model)
+        await own.load_adapter(asked.lora_name, asked.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
         asked = protocol.parse_object(await read_body(request, service.incoming), protocol.UnloadAdapter)
-        await service.unload_adapter(asked.lora_name)
+        own = service if service.pool is None else await parent_of(service, request, asked.lora_name)
+        await own.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # Plain routes: FastAPI's own look for dependencies and fields, which takes a third of the time of a short answer.
@@ -128,14 +140,15 @@ def make_app(service: Service, batches: Batches | None = None, admin: bool = Fal
     }
     for path, (route, _) in changes.items():
         app.add_route(path, route, methods=["POST"], include_in_schema=False)
-    if service.capture is not None:
+    rated = service.capture is not None or (service.pool is not None and service.pool.split is not None)
+    if rated:
         app.add_route("/v1/feedback", partial(feedback_api.feedback, service), methods=["POST"], include_in_schema=False)
     if service.kv_events is not None:
         app.add_route(kv_events_api.ROUTE, partial(kv_events_api.follow_kv_events, service), include_in_schema=False)
     add_page(app)
     answered = {path: answer_route(path, kind, service.served_names) for path, (_, kind) in kinds.items()}
     changed = {path: adapter_route(kind) for path, (_, kind) in changes.items()}
-    if service.capture is not None:
+    if rated:
         changed["/v1/feedback"] = admin_route(feedback_api.Feedback)
     describe(app, answered | changed | (add_admin_routes(app, service, batches) if admin else {}))
     if batches is not None:
@@ -173,8 +186,10 @@ def _error(request: Request, error: ApiError) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    info = service.client.info
-    length = None if info is None else info.max_model_len
-    found = {"id": name, "object": "model", "created": service.created, "owned_by": "twostroke", "max_model_len": length}
-    found["chat_template"] = service.text.has_template
-    return found if name in service.names else found | {"parent": service.names[0]}
+    own, found = text_service_of(service, name), {"id": name, "object": "model", "created": service.created}
+    info = own.client.info
+    found |= {"owned_by": "twostroke", "max_model_len": None if info is None else info.max_model_len}
+    found["chat_template"] = own.text.has_template
+    if service.pool is not None:
+        found["state"] = service.pool.member_of(name).state
+    return found if name in own.names else found | {"parent": own.names[0]}

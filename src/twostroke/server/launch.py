@@ -49,6 +49,18 @@ class KVEventSettings:
 
 
 @dataclass(frozen=True)
+class PoolSettings:
+    """Further models that are served beside the first: each with its engine's settings, its one name and its adapters; what the
+    HTTP side adds is the first one's. Together they take ``most_bytes`` while they are loaded. A request waits for its model
+    for ``wait_s``. ``split``: the model and the share of an A/B test with the first."""
+
+    others: tuple[ServeSettings, ...]
+    most_bytes: float
+    wait_s: float
+    split: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
 class ServeSettings:
     """One server: a model, the engine's settings, and what the HTTP side adds. Clients call the model by one of ``names``."""
 
@@ -72,6 +84,7 @@ class ServeSettings:
     otlp_endpoint: str | None = None  # of the collector of traces; None: there are none
     handover: HandoverSettings | None = None  # with other servers' engines; None: each engine computes all of its requests
     prefill_at: tuple[str, ...] = ()  # sockets of engines of this server that compute prompts for the one that decodes
+    pool: PoolSettings | None = None
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

@@ -25,7 +25,7 @@ from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tokens_api import chat_ids
 from twostroke.server.tool_answers import finish_of
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import caller_of, read_body, respond_to
+from twostroke.server.transfer import caller_of, read_body, respond_to, service_of, text_service_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_format": (),
@@ -419,7 +419,9 @@ def _require_thinking(service: Service, asked: CountRequest) -> None:
 
 async def messages(service: Service, request: Request) -> Response:
     started, caller = time.perf_counter(), caller_of(request)
-    asked = await service.parse(parse_messages, await read_body(request, service.incoming), caller.name)
+    body = await read_body(request, service.incoming)
+    asked = await service.parse(parse_messages, body, caller.name)
+    service = await service_of(service, request, asked.model, body)
     _require_thinking(service, asked)
     chat = asked.as_chat()
 
@@ -436,6 +438,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     caller = caller_of(request)
     asked = await service.parse(parse_count, await read_body(request, service.incoming), caller.name)
     service.require_model(asked.model)
+    service = text_service_of(service, asked.model)
     _require_thinking(service, asked)
     with service.place(caller):
         try:

@@ -4,18 +4,22 @@ request's headers are read to the moment its tokens are ready to be written."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twostroke.core.policy import MAX_ADAPTERS
-from twostroke.server.engine_client import Engines
+from twostroke.server.engine_client import Engines, TokenStream
 from twostroke.server.keys import Account, Used
 from twostroke.server.response_cache import ResponseCache
 from twostroke.server.served import peak_memory_bytes
 from twostroke.server.wait import Asked, Waiting
+
+if TYPE_CHECKING:
+    from twostroke.server.pool import ModelPool
 
 disable_created_metrics()  # a second series beside each counter, which nothing here reads
 
@@ -112,6 +116,24 @@ ROUTER_GAUGES = {
 """What routers before several servers read (llm-d, KServe, the Gateway API's inference extension), under the names that they
 look for if nobody tells them others."""
 
+MODEL_GAUGES: dict[str, tuple[str, str]] = {
+    "loaded": ("twostroke_model_loaded", "1 while the model is loaded."),
+    "asleep": ("twostroke_model_asleep", "1 while its process is there without weights and cache."),
+    "bytes": ("twostroke_model_bytes", "Memory that counts for the model now: predicted, corrected by what its process holds."),
+    "predicted_bytes": ("twostroke_model_predicted_bytes", "Memory that was predicted of it before it was loaded."),
+    "under_way": ("twostroke_model_requests_under_way", "Requests that keep it loaded."),
+    "waiting": ("twostroke_model_requests_waiting", "Requests that wait until it is loaded."),
+    "loads": ("twostroke_model_loads", "Times that it was loaded since the start."),
+    "wakes": ("twostroke_model_wakes", "Times that it was woken instead."),
+    "evictions": ("twostroke_model_evictions", "Times that it made room for another model."),
+    "load_s": ("twostroke_model_load_seconds", "What its last load took."),
+    "wake_s": ("twostroke_model_wake_seconds", "What it took to wake it the last time."),
+    "requests": ("twostroke_model_requests", "Requests that it answered since the start."),
+    "prompt_tokens": ("twostroke_model_prompt_tokens", "Tokens of their prompts."),
+    "output_tokens": ("twostroke_model_output_tokens", "Tokens that it wrote."),
+}
+"""What is shown of each of several models, labelled ``model``."""
+
 RESPONSE_CACHE_GAUGES = {
     "hits": "Requests answered from the response cache since the start.",
     "misses": "Requests whose answer could have been there and was not.",
@@ -200,6 +222,9 @@ class Metrics:
         )
         rows = REPLICA_GAUGES.items()
         self._replica = {field: Gauge(name, text, ["replica"], registry=r) for field, (name, text) in rows}
+        self._models = {field: Gauge(name, text, ["model"], registry=r) for field, (name, text) in MODEL_GAUGES.items()}
+        self._models_budget = Gauge("twostroke_models_budget_bytes", "Memory that loaded models may take together.", registry=r)
+        self._ratings = Gauge("twostroke_ab_ratings", "Ratings in the A/B test since the start.", ["arm", "rating"], registry=r)
         self._kept = {
             name: Gauge(f"twostroke_response_cache_{name}", text, registry=r) for name, text in RESPONSE_CACHE_GAUGES.items()
         }
@@ -220,8 +245,21 @@ class Metrics:
         for i, row in enumerate(engines.rows()):
             for field, value in row.items():
                 self._replica[field].labels(str(i)).set(value)
-        running = {stream.lora for stream in engines.streams if stream.lora is not None and stream.first_s is not None}
-        waiting = {stream.lora for stream in engines.streams if stream.lora is not None} - running
+        self._show_adapters(engines.streams)
+
+    def show_models(self, pool: ModelPool) -> None:
+        """Show each model by its name, the budget, the ratings of a test, and the adapters of requests under way."""
+        self._models_budget.set(pool.budget_bytes)
+        for name, row in pool.rows():
+            for field, value in row.items():
+                self._models[field].labels(name).set(value)
+        for labels, n in pool.split.ratings.items() if pool.split is not None else ():
+            self._ratings.labels(*labels).set(n)
+        self._show_adapters([stream for member in pool.members for stream in member.client.streams])
+
+    def _show_adapters(self, streams: Sequence[TokenStream]) -> None:
+        running = {stream.lora for stream in streams if stream.lora is not None and stream.first_s is not None}
+        waiting = {stream.lora for stream in streams if stream.lora is not None} - running
         self._lora.clear()
         self._lora.labels(",".join(sorted(running)), ",".join(sorted(waiting)), str(MAX_ADAPTERS)).set(time.time())
         self._router_lora.clear()

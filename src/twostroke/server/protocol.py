@@ -334,10 +334,12 @@ def scored_pairs(request: ScoreRequest) -> list[tuple[str, str]] | list[tuple[li
 
 
 class LoadAdapter(Struct, forbid_unknown_fields=True):
-    """Serve the adapter in the server's directory ``lora_path`` as the model ``lora_name``."""
+    """Serve the adapter in the server's directory ``lora_path`` as the model ``lora_name``, beside ``model``, of several
+    models: by default the first."""
 
     lora_name: str
     lora_path: str
+    model: str | None = None
 
 
 class UnloadAdapter(Struct, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,7 @@ class ServeRecord:
         adapters: Mapping[str, str] | None = None,
         choice: ServerChoice | None = None,
         transfers: Transfers | None = None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         self._transfers = transfers
         self._shape: ServingShape | None = None
@@ -143,7 +144,7 @@ class ServeRecord:
         self._planned: ServingPlan | None = None
         inputs = {"directory": str(directory), **plain(settings), **({} if choice is None else {"choice": plain(choice)})}
         plan = functools.partial(self._plan, directory, settings, [Path(each) for each in (adapters or {}).values()])
-        self._run = recording("serve", directory.resolve().name, inputs, plan, log.warning)
+        self._run = recording("serve", directory.resolve().name, inputs, plan, say)
 
     @property
     def run_id(self) -> str | None:
@@ -155,6 +156,10 @@ class ServeRecord:
             values = {name: self._run.prediction.get(f"{name}_s") for name in ("ttft", "tpot", "e2e")}
             known = {name: value for name, value in values.items() if value is not None}
             metrics.predict(known, self._shape.prompt_tokens, self._shape.output_tokens)
+
+    @property
+    def planned(self) -> ServingPlan | None:
+        return self._planned
 
     def steps(self) -> PlannedSteps | None:
         """The planned seconds of the engine's steps, if there is a plan."""

@@ -23,7 +23,7 @@ from twostroke.server.logprobs import chat_logprobs
 from twostroke.server.service import Generation, Service
 from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
-from twostroke.server.transfer import caller_of, read_body, respond_to
+from twostroke.server.transfer import caller_of, read_body, respond_to, service_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -427,11 +427,13 @@ def _part(item: Item, text: str, scores: Any) -> dict[str, Any]:
 
 async def responses(service: Service, request: Request) -> Response:
     started, caller = time.perf_counter(), caller_of(request)
-    asked = await service.parse(parse_responses, await read_body(request, service.incoming), caller.name)
+    body = await read_body(request, service.incoming)
+    asked = await service.parse(parse_responses, body, caller.name)
     try:
         chat = asked.as_chat()
     except ApiError as error:
         raise renamed(error, CHAT_NAMES) from None
+    service = await service_of(service, request, asked.model, body)
 
     async def compute() -> ResponseAnswer:
         try:

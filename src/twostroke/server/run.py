@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,17 +44,23 @@ from twostroke.server.http import make_app
 from twostroke.server.keys import ApiKeys
 from twostroke.server.kv_events import KVEvents
 from twostroke.server.kv_sockets import KVSockets
-from twostroke.server.launch import CaptureSettings, EngineChild, ServeSettings, is_loopback, process_age_s
+from twostroke.server.launch import CaptureSettings, EngineChild, PoolSettings, ServeSettings, is_loopback, process_age_s
+from twostroke.server.model_memory import memory_of
+from twostroke.server.pool import Member, ModelPool
 from twostroke.server.prefill import DecodingEngine
 from twostroke.server.record import ServeRecord, Transfers
 from twostroke.server.redaction import Redaction, read_patterns
 from twostroke.server.replicas import Replicas
 from twostroke.server.response_cache import opened_cache
+from twostroke.server.served import Served
 from twostroke.server.service import Service
+from twostroke.server.split import Split
 from twostroke.server.text import ModelText
 from twostroke.server.traces import Traces, exporter_to
 from twostroke.server.usage import UsageLog
 from twostroke.server.wait import Waiting
+
+log = logging.getLogger("twostroke.server")
 
 KEEP_ALIVE_S = int(MAX_RETRY_AFTER_S) + 5
 """A caller that a 429 sends away for the longest time finds its connection open. With 5 s some of 1,280 callers returned just
@@ -91,49 +96,117 @@ def serve_model(
     usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
     traces = None if settings.otlp_endpoint is None else Traces(exporter_to(settings.otlp_endpoint))
     events, sockets = published_events(settings, listener.getsockname())
-    text = ModelText(settings.directory)
-    spec = read_spec(settings.directory)
-    engine = replace(settings.engine, replicas=settings.replicas)
-    transfers = None
-    if settings.prefill_at or (settings.handover is not None and settings.handover.peers):
-        transfers = Transfers(near=all(peer.startswith("/") for peer in (settings.handover or HandoverSettings()).peers))
-    record = ServeRecord(settings.directory, engine, settings.adapters, choice, transfers)
+    others = () if settings.pool is None else settings.pool.others
+    models = [_Model(settings, choice), *(_Model(one, say=log.debug) for one in others)]  # a machine's lack is told once
 
     def ready(engine: wire.Ready) -> None:
-        startup_s = process_age_s()
+        startup_s, record = process_age_s(), models[0].record
         on_ready(Started(url_of(listener_address), settings.names, engine, startup_s, record.run_id))
         record.started(engine, startup_s)
 
-    async def run() -> dict[str, float]:
+    def ended(stats: dict[str, float]) -> None:
+        for model, service in zip(models, services, strict=True):
+            of_model = stats if service.pool is None else service.pool.last_stats(service)
+            if of_model or service.pool is None:
+                model.record.ended(service.served, of_model)
+
+    async def run() -> None:
         client = engines_of(settings, child, events)
         local_only = is_loopback(listener_address[0])
-        waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
-        admission = Admission(settings.max_concurrent)
-        service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting, usage=usage)
-        service.kept = kept
-        service.capture, service.log_requests = capture, settings.log_requests
-        service.traces, service.kv_events = traces, events
+        first = models[0].service(client, settings, Admission(settings.max_concurrent), keys, local_only, usage)
+        first.kept = kept
+        first.capture, first.log_requests = capture, settings.log_requests
+        first.traces, first.kv_events = traces, events
+        services.append(first)
         if capture is not None:
-            service.metrics.follow_capture(capture.counts)
-        record.show_prediction(service.metrics)
-        batches = None if store is None else Batches(store, service)
-        ended = functools.partial(record.ended, service.served)
-        await run_server(service, listener, settings.grace_s, ready, ended, batches, settings.admin)
-        return service.totals
+            first.metrics.follow_capture(capture.counts)
+        models[0].record.show_prediction(first.metrics)
+        if settings.pool is not None:
+            services.extend(model.beside(first, settings) for model in models[1:])
+            pooled(settings.pool, models, services, usage)
+        batches = None if store is None else Batches(store, first)
+        await run_server(first, listener, settings.grace_s, ready, ended, batches, settings.admin)
 
     listener_address = listener.getsockname()
+    services: list[Service] = []
     cached = opened_cache(
         settings.response_cache, settings.response_cache_bytes, settings.directory, read_chat_template(settings.directory)[0]
     )
     with opened_store(settings.files_dir) as store, cached as kept, asyncio.Runner(loop_factory=loop_factory()) as runner:
         try:
-            totals = runner.run(run())
+            runner.run(run())
         finally:
-            for log in (capture, usage, traces, sockets):
-                if log is not None:
-                    log.close()
-    record.stopped(totals)
-    return totals
+            for written in (capture, usage, traces, sockets):
+                if written is not None:
+                    written.close()
+    for model, service in zip(models, services, strict=True):
+        model.record.stopped(service.totals)
+    return {name: sum(service.totals[name] for service in services) for name in services[0].totals}
+
+
+class _Model:
+    """One of the models of a server: its text, and its entry in the ledger. Raises InputError for one that cannot be used."""
+
+    def __init__(
+        self, settings: ServeSettings, choice: ServerChoice | None = None, say: Callable[[str], None] = log.warning
+    ) -> None:
+        self.settings = settings
+        self.text, self.spec = ModelText(settings.directory), read_spec(settings.directory)
+        engine = replace(settings.engine, replicas=settings.replicas)
+        transfers = None
+        if settings.prefill_at or (settings.handover is not None and settings.handover.peers):
+            transfers = Transfers(near=all(peer.startswith("/") for peer in (settings.handover or HandoverSettings()).peers))
+        self.record = ServeRecord(settings.directory, engine, settings.adapters, choice, transfers, say)
+
+    def _waiting(self, server: ServeSettings) -> Waiting:
+        return Waiting(self.record.steps(), server.max_queued_tokens, server.engine.separate_prefixes)
+
+    def service(
+        self,
+        client: Engines,
+        server: ServeSettings,
+        admission: Admission,
+        keys: ApiKeys | None,
+        local_only: bool,
+        usage: UsageLog | None,
+    ) -> Service:
+        waiting = self._waiting(server)
+        names = self.settings.names
+        return Service(client, self.text, self.spec, names, admission, keys, local_only, waiting=waiting, usage=usage)
+
+    def beside(self, first: Service, server: ServeSettings) -> Service:
+        """The service of this model, which shares with ``first`` all that is not a model's own."""
+        return replace(
+            first,
+            client=engines_of(self.settings),
+            text=self.text,
+            spec=self.spec,
+            names=self.settings.names,
+            waiting=self._waiting(server),
+            served=Served(),
+            totals=dict.fromkeys(first.totals, 0),
+        )
+
+
+def pooled(settings: PoolSettings, models: Sequence[_Model], services: Sequence[Service], usage: UsageLog | None) -> ModelPool:
+    """Puts ``services`` into one pool."""
+    members = []
+    for model, service in zip(models, services, strict=True):
+        own, plan = model.settings, model.record.planned
+        assert isinstance(service.client, EngineClient)
+        memory = memory_of(own.directory, model.spec, own.engine, plan)
+        load_s = None if plan is None else plan.warm_startup_s
+        started = None if model is models[0] else model.record.started
+        members.append(Member(service, service.client, partial(_connected, own), memory, load_s, started))
+    split = None if settings.split is None else Split(services[0].names[0], *settings.split)
+    pool = ModelPool(members, settings.most_bytes, settings.wait_s, split)
+    if split is not None and usage is not None:
+        pool.rateable.read(usage.path)
+    return pool
+
+
+def _connected(settings: ServeSettings, adapters: Mapping[str, str]) -> EngineClient:
+    return EngineClient(settings.launches()[0], adapters=adapters)
 
 
 def opened_capture(settings: CaptureSettings) -> Capture:
@@ -154,8 +227,9 @@ def published_events(settings: ServeSettings, address: tuple[Any, ...]) -> tuple
     return events, KVSockets(events, asked.endpoint, asked.replay, topic)
 
 
-def engines_of(settings: ServeSettings, child: EngineChild, events: KVEvents | None = None) -> Engines:
-    """The engine of ``settings``, or the several that they ask for. ``child`` is the first. ``events`` follow their caches."""
+def engines_of(settings: ServeSettings, child: EngineChild | None = None, events: KVEvents | None = None) -> Engines:
+    """The engine of ``settings``, or the several that they ask for. ``child`` is the first, if it was started already.
+    ``events`` follow their caches."""
     launches = settings.launches()
     if settings.prefill_at:
         apart = DecodingEngine(launches[0], child, settings.adapters, settings.prefill_launches())
@@ -233,13 +307,17 @@ async def run_server(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(say_once())
 
+    engines = service.client if service.pool is None else service.pool
+    services = [service] if service.pool is None else [member.service for member in service.pool.members]
+
     def stop() -> None:
         connections.stopping = True
         if service.draining:
             server.force_exit = True
         for task in behind:
             task.cancel()
-        service.draining = True  # a second signal finds it set and ends at once
+        for each in services:
+            each.draining = True  # a second signal finds it set and ends at once
         server.should_exit = True
         loop.call_later(grace_s, setattr, server, "force_exit", True)
 
@@ -249,12 +327,11 @@ async def run_server(
         handlers[signal.SIGUSR1] = service.client.roll
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
-    engine = asyncio.create_task(service.client.run())
+    engine = asyncio.create_task(engines.run())
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    loaded = asyncio.create_task(service.client.wait_loaded())
+    loaded = asyncio.create_task(engines.wait_loaded())
     watches = [asyncio.create_task(connections.watch())]
-    if service.waiting.steps is not None:
-        watches.append(asyncio.create_task(service.waiting.watch_lag()))
+    watches += [asyncio.create_task(each.waiting.watch_lag()) for each in services if each.waiting.steps is not None]
     try:
         await asyncio.wait({engine, http, loaded}, return_when=asyncio.FIRST_COMPLETED)
         while not server.started and not http.done():
@@ -269,16 +346,16 @@ async def run_server(
         if service.kept is not None:
             await service.kept.written()
         if on_end is not None and loaded.done() and not engine.done():
-            on_end(await service.client.stats())
+            on_end(await engines.stats())
     finally:
         for task in (loaded, *watches, *behind):
             task.cancel()
         await asyncio.gather(*behind, return_exceptions=True)  # they sync what they wrote
-        service.client.close()
+        engines.close()
         try:
             await engine
         finally:
-            service.client.kill()
+            engines.kill()
             for number in handlers:
                 loop.remove_signal_handler(number)
 

@@ -23,10 +23,10 @@ from twostroke.engine.detokenize import IncrementalDetokenizer
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, responses, wire
 from twostroke.server.admission import INCOMING_BYTES, OUTGOING_BYTES, Admission, ByteBudget
-from twostroke.server.callers import NOBODY, Caller, read_timeout_of
+from twostroke.server.callers import NOBODY, Caller, Visit, read_timeout_of
 from twostroke.server.engine_client import EngineLostError, Engines, NotReadyError, SlowReaderError, TokenStream
 from twostroke.server.errors import ApiError, bad_request, engine_lost, not_ready
-from twostroke.server.keys import ApiKeys
+from twostroke.server.keys import Account, ApiKeys
 from twostroke.server.kv_events import KVEvents
 from twostroke.server.metrics import Metrics
 from twostroke.server.reasoning import ReasoningFormat
@@ -43,6 +43,7 @@ from twostroke.server.wait import Asked, Ticket, Waiting
 
 if TYPE_CHECKING:
     from twostroke.server.capture import Capture
+    from twostroke.server.pool import ModelPool
 
 R = TypeVar("R", bound=Struct)
 
@@ -159,7 +160,8 @@ def api_error(error: TwostrokeError, param: str | None = None) -> ApiError:
 
 @dataclass
 class Service:
-    """Everything that the routes share."""
+    """Everything that the routes share, of one model. Those of several models share all but what is a model's own, and have a
+    ``pool``, which knows which of them answers a request."""
 
     client: Engines
     text: ModelText
@@ -186,17 +188,30 @@ class Service:
     traces: Traces | None = None
     kv_events: KVEvents | None = None  # what the engines' caches hold, for those who ask
     totals: dict[str, float] = field(default_factory=lambda: {"requests": 0, "prompt_tokens": 0, "output_tokens": 0})
+    pool: ModelPool | None = None
 
     def __post_init__(self) -> None:
         self._pairs = PairEncoder(self.text.tokenizer, self.spec.eos_token_ids, self.spec.bos_token_id)
 
     @property
     def ready(self) -> bool:
-        return self.client.ready and not self.draining
+        return (self.client if self.pool is None else self.pool).ready and not self.draining
+
+    @property
+    def asleep(self) -> int:
+        """The level at which the engine sleeps. Those of several models are woken by who needs them."""
+        return self.client.asleep if self.pool is None else 0
+
+    @property
+    def dozes(self) -> bool:
+        """Whether it sleeps, and the next request wakes it."""
+        return self.pool is None and self.client.dozes and not self.draining
 
     @property
     def max_model_len(self) -> int:
         if self.client.info is None:
+            if self.pool is not None:
+                return self.spec.max_positions  # of a model that was never loaded, of which texts may be tokenised
             raise not_ready()
         return self.client.info.max_model_len
 
@@ -206,9 +221,14 @@ class Service:
         return None if self.client.info is None else self.client.info.fingerprint
 
     @property
-    def served_names(self) -> tuple[str, ...]:
+    def own_names(self) -> tuple[str, ...]:
         """The model's names, then those of its adapters."""
         return (*self.names, *self.client.adapters)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may have: its own, or those of all models that are served beside it."""
+        return self.own_names if self.pool is None else self.pool.names
 
     def require_model(self, name: str, param: str = "model") -> None:
         if name not in self.served_names:
@@ -249,7 +269,8 @@ class Service:
         account = None if self.keys is None else self.keys.account(authorization)
         name, came_s = self.client_name(authorization, host), time.perf_counter()
         trace = None if self.traces is None else headers.get(b"traceparent", b"").decode("latin-1")
-        return Caller(name, account, read_timeout_of(headers), came_s=came_s, traceparent=trace)
+        visit = None if self.pool is None else Visit()
+        return Caller(name, account, read_timeout_of(headers), came_s=came_s, traceparent=trace, visit=visit)
 
     def early_refusal(self, caller: Caller, for_engine: bool) -> ApiError | None:
         """Why a request is refused by its headers alone: there is no place, its key may not send another, or even a prompt of
@@ -259,7 +280,7 @@ class Service:
         try:
             if caller.account is not None:
                 caller.account.require()
-            if for_engine:
+            if for_engine and self.pool is None:  # which of several engines is in the body
                 self.require_time([Asked(client=caller.name)], caller, caller.read_timeout_s, None)
         except ApiError as error:
             return error
@@ -587,7 +608,7 @@ class Generation:
         self._admitted = deque[tuple[Asked, list[bytes]]]()
         self._priority = request.priority or 0
         self._timeout_s = request.timeout_s
-        self._lora = None if request.model in service.names else request.model
+        self._lora = request.model if request.model in service.client.adapters else None
         # This process finds stop strings, so with them it needs every token as soon as there is one.
         self._whole = not request.stream and not request.stop
         self._wake = asyncio.Event()
@@ -749,6 +770,7 @@ class Generation:
                     dict(self.reasons),
                     None if self._first is None else self._first - self._started,
                     ended - self._started,
+                    *self._counted_in_arm(account),
                 )
             )
 
@@ -761,6 +783,15 @@ class Generation:
             first.asked_s + to_perf_counter, started_s, self._first, ended, usage.prompt_tokens, self.cached_tokens,
             usage.completion_tokens, tuple(self.reasons.elements()), complete,
         )  # fmt: skip
+
+    def _counted_in_arm(self, account: Account | None) -> tuple[str, str, float] | tuple[()]:
+        """Of an answer in an A/B test, its arm and client and the second arm's share; it may be rated from now on."""
+        visit, pool = self._caller.visit, self._service.pool
+        if visit is None or pool is None or pool.split is None or visit.arm is None or visit.unit is None:
+            return ()
+        key = None if account is None else account.name
+        pool.rateable.add(self.id, key, self.reasons.total(), visit.arm, visit.unit)
+        return visit.arm, visit.unit, pool.split.share
 
     def close(self) -> None:
         """Finish, and give the places back to the admission. A second call does nothing."""

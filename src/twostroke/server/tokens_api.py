@@ -11,7 +11,7 @@ from twostroke.server import protocol
 from twostroke.server.answers import ENCODER
 from twostroke.server.errors import bad_request
 from twostroke.server.service import Service
-from twostroke.server.transfer import caller_of, read_body
+from twostroke.server.transfer import caller_of, read_body, text_service_of
 
 NEUTRAL = {
     "add_generation_prompt": (True,),
@@ -64,6 +64,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 async def tokenize(service: Service, request: Request) -> Response:
     caller = caller_of(request)
     asked = await service.parse(parse_tokenize, await read_body(request, service.incoming), caller.name)
+    service = text_service_of(service, asked.model)
     if asked.model is not None:
         service.require_model(asked.model)
     special = asked.add_special_tokens
@@ -85,6 +86,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     caller = caller_of(request)
     asked = await service.parse(parse_detokenize, await read_body(request, service.incoming), caller.name)
+    service = text_service_of(service, asked.model)
     if asked.model is not None:
         service.require_model(asked.model)
     ids = service.checked(asked.tokens, "tokens") if asked.tokens else []

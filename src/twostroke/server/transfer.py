@@ -80,6 +80,35 @@ def while_open(scope: Scope) -> contextlib.AbstractContextManager[None]:
     return found
 
 
+async def service_of(service: Service, request: Request, name: str, body: bytes) -> Service:
+    """Of several models the service of the one that answers a request for ``name``, which stays loaded until the request ends.
+    Raises ApiError."""
+    if service.pool is None:
+        return service
+    with while_open(request.scope):
+        return await service.pool.serve(name, caller_of(request), body)
+
+
+async def parent_of(service: Service, request: Request, name: str | None) -> Service:
+    """The service of the model ``name``, or that has the adapter of that name, without regard to an A/B test."""
+    pool, caller = service.pool, caller_of(request)
+    if pool is None:
+        if name is not None:
+            service.require_model(name)
+        return service
+    assert caller.visit is not None
+    member = pool.member_of(name)
+    with while_open(request.scope):
+        await pool.hold(member, caller)
+    caller.visit.holds.callback(pool.release, member)
+    return member.service
+
+
+def text_service_of(service: Service, name: str | None) -> Service:
+    """The same for a request that needs no engine, so that nothing is loaded for it."""
+    return service if service.pool is None else service.pool.member_of(name).service
+
+
 async def respond_to(
     service: Service,
     request: Request,

@@ -1,4 +1,5 @@
-"""Writes what each request used: a JSON line a request that the engine worked on, appended to a file by a thread."""
+"""Writes what each request used: a JSON line a request that the engine worked on, and one a rating in an A/B test, appended to
+a file by a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from twostroke.core.errors import ConfigError
 
@@ -23,7 +24,9 @@ CLOSE_S = 5.0
 
 class UsageLine(Struct):
     """One request. ``time``: its end, in seconds since 1970. ``key``: the name of the key, never the key. ``outcome``:
-    "complete", or "cut short" by the client, a timeout or an error. Seconds count from its headers."""
+    "complete", or "cut short" by the client, a timeout or an error. Seconds count from its headers. In an A/B test, ``arm`` is
+    the model that answered, and ``unit`` the client's name in the test, ``share`` that of clients who are to be in the second
+    arm."""
 
     time: float
     id: str
@@ -36,6 +39,21 @@ class UsageLine(Struct):
     finish_reasons: dict[str, int]
     ttft_s: float | None
     e2e_s: float
+    arm: str | UnsetType = UNSET
+    unit: str | UnsetType = UNSET
+    share: float | UnsetType = UNSET
+
+
+class RatingLine(Struct):
+    """A rating of choice ``choice`` of the answer ``id`` in an A/B test, from -1 to 1. The last of an answer counts."""
+
+    time: float
+    id: str
+    key: str | None
+    choice: int
+    rating: float
+    arm: str
+    unit: str
 
 
 class UsageLog:
@@ -43,7 +61,7 @@ class UsageLog:
     written. A line that a kill left torn is closed, so that lines after it are whole."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             size = os.fstat(self._file).st_size
@@ -56,7 +74,7 @@ class UsageLog:
         self._thread = threading.Thread(target=self._write_all, name="usage", daemon=True)
         self._thread.start()
 
-    def add(self, line: UsageLine) -> None:
+    def add(self, line: UsageLine | RatingLine) -> None:
         """Never waits for the disk."""
         try:
             self._lines.put_nowait(msgspec.json.encode(line) + b"\n")
@@ -80,7 +98,7 @@ class UsageLog:
                 self.lost += 1
                 if not self._said:
                     self._said = True
-                    log.error("usage log %s cannot be written, and lines are lost: %s.", self._path, error.strerror)
+                    log.error("usage log %s cannot be written, and lines are lost: %s.", self.path, error.strerror)
         os.close(self._file)
 
     def _write(self, line: bytes) -> None:
