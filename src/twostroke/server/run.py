@@ -90,7 +90,6 @@ def serve_model(
     traces = None if settings.otlp_endpoint is None else Traces(exporter_to(settings.otlp_endpoint))
     events, sockets = published_events(settings, listener.getsockname())
     text = ModelText(settings.directory)
-    spec = read_spec(settings.directory)
     engine = replace(settings.engine, replicas=settings.replicas)
     record = ServeRecord(settings.directory, engine, settings.adapters, choice)
 
@@ -101,16 +100,11 @@ def serve_model(
 
     async def run() -> dict[str, float]:
         client = engines_of(settings, child, events)
-        local_only = is_loopback(listener_address[0])
-        waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
-        admission = Admission(settings.max_concurrent)
-        service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting, usage=usage)
-        service.kept = kept
-        service.capture, service.log_requests = capture, settings.log_requests
+        service = service_of(settings, client, text, record, keys, is_loopback(listener_address[0]))
+        service.kept, service.usage, service.capture = kept, usage, capture
         service.traces, service.kv_events = traces, events
         if capture is not None:
             service.metrics.follow_capture(capture.counts)
-        record.show_prediction(service.metrics)
         batches = None if store is None else Batches(store, service)
         ended = functools.partial(record.ended, service.served)
         await run_server(service, listener, settings.grace_s, ready, ended, batches, settings.admin)
@@ -129,6 +123,18 @@ def serve_model(
                     log.close()
     record.stopped(totals)
     return totals
+
+
+def service_of(
+    settings: ServeSettings, client: Engines, text: ModelText, record: ServeRecord, keys: ApiKeys | None, local_only: bool
+) -> Service:
+    """What the routes share, before the engines of ``client``."""
+    waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
+    spec, admission = read_spec(settings.directory), Admission(settings.max_concurrent)
+    service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting)
+    service.log_requests = settings.log_requests
+    record.show_prediction(service.metrics)
+    return service
 
 
 def opened_capture(settings: CaptureSettings) -> Capture:
