@@ -1,8 +1,8 @@
 """The server as a Ray Serve application: one ingress, and as many replicas of the engine as the load needs.
 
-``twostroke serve --ray`` runs it. On a cluster that is there already, ``serve run twostroke.server.ray_app:app model=DIR`` does,
-and KubeRay with ``import_path: twostroke.server.ray_app:app`` (``deploy/kubernetes/rayservice.yaml``). Ray starts, watches and
-ends the replicas and scales them; what they answer is `twostroke.server.http`'s, where a request goes is decided by
+``twostroke serve --ray`` runs it. On a cluster that is there already, ``serve deploy`` and KubeRay do, with the ``import_path``
+``twostroke.server.ray_app:app`` and its `Arguments` (``deploy/kubernetes/rayservice.yaml``). Ray starts, watches and ends the
+replicas and scales them; what they answer is `twostroke.server.http`'s, where a request goes is decided by
 `ray_serve.request_router`, and how many replicas a load needs by `ray_serve.scaling`.
 """
 
@@ -31,7 +31,7 @@ ENGINE = "engine"
 """Name of the replicas' deployment."""
 LOOK_S = 1.0
 """How often a replica says whether it takes requests."""
-LOOK_BACK_S = 10.0
+LOOK_BACK_S = 12.0
 """Seconds over which the autoscaler averages. Ray's own default, 30, is for replicas that take a minute to start."""
 UPSCALE_S = 5.0
 """How long more replicas must have been needed before one is started: about as long as it takes to start."""

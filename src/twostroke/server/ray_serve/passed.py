@@ -56,8 +56,7 @@ class Fleet:
             every = [*self._endpoints.values()]
             found = ranked(every, question.n_chars, question.keys)
             question.found = {every[each.index].url: each for each in found}
-        order = sorted(question.found, key=lambda name: (name == question.been_at, not ready[name]))  # stable
-        return order
+        return sorted(question.found, key=lambda name: (name == question.been_at, not ready[name]))  # stable
 
     def routed(self, name: str, question: Question) -> None:
         """``question`` has gone to ``name``."""

@@ -57,13 +57,12 @@ class EngineReplica:
             "kv_cache_bytes": ready.kv_cache_bytes,
             "max_model_len": ready.max_model_len,
             "notes": list(ready.notes),
-            "startup_s": process_age_s(),
         }
 
     # What Ray asks.
 
     async def check_health(self) -> None:
-        """Raises what ended the engine for good. An engine that is lost is restarted here, sooner than Ray would replace this."""
+        """Raises what ended the engine for good. A lost engine is restarted here, sooner than Ray would replace this."""
         if self._engine.done():
             self._engine.result()
             raise RuntimeError("the engine has ended.")
@@ -139,7 +138,7 @@ class EngineReplica:
     # What other programs on the cluster ask.
 
     async def chat(self, request: dict[str, Any], authorization: str = "") -> AsyncIterator[Any]:
-        """Server-sent events as texts if ``request`` has ``stream``, else one object: an answer of OpenAI's form, or an error."""
+        """Server-sent events as texts if ``request`` has ``stream``; else one object of OpenAI's form, be it an error."""
         async for each in self._ask("/v1/chat/completions", request, authorization):
             yield each
 

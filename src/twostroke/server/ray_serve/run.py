@@ -46,44 +46,29 @@ def serve_on_ray(
     require_ray()
     with bind(host, port) as listener:  # a port that is taken is told in our words, before anything starts
         address = listener.getsockname()
-    stop = threading.Event()
-
-    def stopping(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, stopping) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        return _served(settings, scale, host, address, on_ready, stop)
-    except KeyboardInterrupt:
-        return {}
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _served(
-    settings: ServeSettings,
-    scale: Scale,
-    host: str,
-    address: tuple[Any, ...],
-    on_ready: Callable[[dict[str, Any]], None],
-    stop: threading.Event,
-) -> dict[str, float]:
     _join(scale, host)
     import ray
     from ray import serve
 
     from twostroke.server.ray_app import application
 
-    own = "RAY_ADDRESS" not in os.environ
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    own, serving, stop = "RAY_ADDRESS" not in os.environ, False, threading.Event()
+
+    def stopping(*_: object) -> None:
+        if stop.is_set() or not serving:
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which print a trace and end
+        signal.signal(number, stopping)
     try:
         serve.start(http_options={"host": host, "port": address[1]}, logging_config=_quiet())
         handle = _started(lambda: serve.run(
             application(settings, scale, is_loopback(host)), name=NAME, route_prefix="/", logging_config=_quiet()
         ))  # fmt: skip
         about = handle.about.remote().result() if scale.min_replicas else {}
+        serving = True
         on_ready({"url": url_of(address), "startup_s": process_age_s()} | about)
         stop.wait()
         deadline = time.monotonic() + settings.grace_s
@@ -91,6 +76,8 @@ def _served(
             time.sleep(_TICK_S)
         serve.delete(NAME)
         return {"requests": float(state["requests"])}
+    except KeyboardInterrupt:
+        return {}
     finally:
         if own:
             serve.shutdown()
@@ -115,8 +102,8 @@ def _join(scale: Scale, host: str) -> None:
     needed = scale.max_replicas * scale.replica_cpus
     if needed > there:
         raise ConfigError(
-            f"{scale.max_replicas} replicas of {scale.replica_cpus} processors need {needed}, and this process may use {there}. "
-            "Lower --replicas or --replica-cpus, or set RAY_ADDRESS to a cluster's."
+            f"{scale.max_replicas} replicas of {scale.replica_cpus} processors need {needed}, and this process may use "
+            f"{there}. Lower --replicas or --replica-cpus, or set RAY_ADDRESS to a cluster's."
         )
     local = {"_node_ip_address": "127.0.0.1"} if is_loopback(host) else {}
     ray.init("local", num_cpus=there, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **local, **quiet)

@@ -12,8 +12,8 @@ from twostroke.server.launch import ServeSettings
 @dataclass(frozen=True)
 class Scale:
     """From ``min_replicas`` (0: none while nobody asks) to ``max_replicas``, each with ``replica_cpus`` processors. More are
-    started for more than ``target_ongoing`` requests each, or a predicted wait above ``target_wait_s``; they end when fewer have
-    been enough for ``scale_down_s``. Raises ConfigError."""
+    started for more than ``target_ongoing`` requests each, or a predicted wait above ``target_wait_s``. They end when fewer
+    have been enough for ``scale_down_s``. Raises ConfigError."""
 
     min_replicas: int = 1
     max_replicas: int = 1
@@ -25,8 +25,8 @@ class Scale:
     def __post_init__(self) -> None:
         if not 0 <= self.min_replicas <= self.max_replicas:
             raise ConfigError(
-                f"min_replicas={self.min_replicas} must be from 0 to the most replicas, {self.max_replicas}. Lower it, or raise "
-                "the most (--replicas)."
+                f"min_replicas={self.min_replicas} must be from 0 to the most replicas, {self.max_replicas}. Lower it, or "
+                "raise the most (--replicas)."
             )
         for name in ("max_replicas", "replica_cpus", "target_ongoing", "target_wait_s"):
             if not getattr(self, name) > 0:
