@@ -9,23 +9,17 @@ replicas and scales them; what they answer is `twostroke.server.http`'s, where a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from twostroke.core.adapter_names import adapters_of
-from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError
-from twostroke.core.paths import model_directory
-from twostroke.core.tables import build
 from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import ServeSettings
 from twostroke.server.ray_serve.ingress import Ingress
 from twostroke.server.ray_serve.replica import EngineReplica
-from twostroke.server.ray_serve.settings import Scale, check_replicated
+from twostroke.server.ray_serve.settings import Arguments, Scale, check_replicated
 
 ENGINE = "engine"
 """Name of the replicas' deployment."""
@@ -40,43 +34,10 @@ START_TRIES = 2
 """Times that a replica may fail to load before the application counts as failed."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What `app` takes. ``lora`` and the keys of ``engine`` are as on ``twostroke serve``'s command line."""
-
-    model: str
-    served_names: list[str] = field(default_factory=list)
-    api_key_file: str | None = None
-    without_key: bool = False
-    share_prefixes: bool = False
-    lora: list[str] = field(default_factory=list)
-    max_concurrent: int = 128
-    max_queued_tokens: int | None = None
-    grace_s: float = 90.0
-    scale: dict[str, Any] = field(default_factory=dict)
-    engine: dict[str, Any] = field(default_factory=dict)
-
-
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application, of the arguments in a Serve configuration. A cluster's proxies listen for other machines, so it needs
-    ``api_key_file``, or ``without_key``. Raises ConfigError."""
-    given = build(Arguments, dict(arguments), "argument")
-    if given.api_key_file is None and not given.without_key:
-        raise ConfigError("a cluster lets other machines in, and there is no api_key_file. Give one, or without_key: true.")
-    directory = model_directory(Path(given.model))
-    separate = given.api_key_file is not None and not given.share_prefixes
-    engine = build(EngineSettings, given.engine | {"separate_prefixes": separate}, "argument", "engine")
-    settings = ServeSettings(
-        directory,
-        engine,
-        tuple(given.served_names) or (directory.resolve().name,),
-        None if given.api_key_file is None else Path(given.api_key_file),
-        given.max_concurrent,
-        given.grace_s,
-        {name: str(path.resolve()) for name, path in adapters_of(given.lora).items()},
-        max_queued_tokens=given.max_queued_tokens,
-    )
-    return application(settings, build(Scale, given.scale, "argument", "scale"), local_only=False)
+    """The application, of the arguments in a Serve configuration (`Arguments`). Raises ConfigError."""
+    settings, scale = Arguments.read(arguments).settings()
+    return application(settings, scale, local_only=False)
 
 
 def application(settings: ServeSettings, scale: Scale, local_only: bool) -> serve.Application:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -56,6 +56,11 @@ class Ingress:
         self.in_flight = self.requests = 0
         self._incoming = ByteBudget(INCOMING_BYTES)
         self._counted, self._counted_s = 0, 0.0
+        self._registry = CollectorRegistry()
+        text = "Requests that another replica answered after the first did not."
+        self._moved = Counter("twostroke_requests_moved", text, registry=self._registry)
+        self._of_replicas = _OfReplicas()
+        self._registry.register(self._of_replicas)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -193,7 +198,7 @@ class Ingress:
                 if last or not _is_refusal(head) or not self.fleet.has_other(question.at):
                     self.fleet.begun(question.sent, head.status < 400)
                     if been_at is not None:
-                        self.fleet.moved(been_at)
+                        self._moved.inc()
                     return head, pieces, question
                 self.fleet.ended(question.sent, failed=head.status == 500)
                 pieces.cancel()
@@ -206,20 +211,19 @@ class Ingress:
         if await self._count():
             asked = self._replicas.broadcast("metrics", passed)
             found = [each for each in await asked.results_async(return_exceptions=True) if not isinstance(each, BaseException)]
-        registry = CollectorRegistry()
-        registry.register(_OfReplicas({name: head.body.decode() for name, head in found}))
-        return self.metrics.render(self.fleet.endpoints) + generate_latest(registry)
+        self._of_replicas.texts = {name: head.body.decode() for name, head in found}
+        return self.metrics.render(self.fleet.endpoints) + generate_latest(self._registry)
 
 
 class _OfReplicas(Collector):
     """The metrics in ``texts``, by the name of the replica that wrote each, with that name as a label."""
 
-    def __init__(self, texts: dict[str, str]) -> None:
-        self._texts = texts
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for replica, text in self._texts.items():
+        for replica, text in self.texts.items():
             for family in text_string_to_metric_families(text):
                 found = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:

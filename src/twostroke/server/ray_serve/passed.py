@@ -80,12 +80,6 @@ class Fleet:
                 sent.ended()
                 sent.endpoint.failures += failed
 
-    def moved(self, name: str) -> None:
-        """Another replica has answered what was sent to ``name`` first."""
-        with self._lock:
-            if name in self._endpoints:
-                self._endpoints[name].moved += 1
-
     def has_other(self, name: str | None) -> bool:
         """Whether another replica than ``name`` runs and takes requests."""
         return any(each.up and each.url != name for each in self.endpoints)

@@ -91,7 +91,7 @@ def _join(scale: Scale, host: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
     import ray
 
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": NAME}
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": NAME}
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             ray.init(address, **quiet)

@@ -1,10 +1,18 @@
-"""How many replicas Ray Serve may run, and what each gets. Imports no Ray, so a mistake is said before it is started."""
+"""What the application on Ray Serve is made of, and how many replicas there may be. Imports no Ray, so that mistakes are told
+before Ray starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
+from twostroke.core.adapter_names import adapters_of
+from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
+from twostroke.core.paths import model_directory
+from twostroke.core.tables import build
 from twostroke.server.keys import KeyLimits, read_key_lines
 from twostroke.server.launch import ServeSettings
 
@@ -33,6 +41,49 @@ class Scale:
                 raise ConfigError(f"{name}={getattr(self, name):g} must be above 0.")
         if not self.scale_down_s >= 0:
             raise ConfigError(f"scale_down_s={self.scale_down_s:g} must not be below 0.")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What `ray_app.app` takes from a Serve configuration. All but ``scale`` is as on ``twostroke serve``'s command line."""
+
+    model: str
+    served_names: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    without_key: bool = False
+    share_prefixes: bool = False
+    lora: tuple[str, ...] = ()
+    max_concurrent: int = 128
+    max_queued_tokens: int | None = None
+    grace_s: float = 90.0
+    scale: Scale = Scale()
+    engine: EngineSettings = EngineSettings()
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Arguments:
+        """Raises ConfigError for an unknown name or a value of another type."""
+        if "model" not in given:
+            raise ConfigError("argument model is missing. Name a model's directory.")
+        return build(cls, dict(given), "argument")
+
+    def settings(self) -> tuple[ServeSettings, Scale]:
+        """A cluster's proxies listen for other machines, so there must be ``api_key_file``, or ``without_key``. Raises
+        ConfigError."""
+        if self.api_key_file is None and not self.without_key:
+            raise ConfigError("a cluster lets other machines in, and there is no api_key_file. Give one, or without_key: true.")
+        directory = model_directory(Path(self.model))
+        separate = self.api_key_file is not None and not self.share_prefixes
+        settings = ServeSettings(
+            directory,
+            replace(self.engine, separate_prefixes=separate),
+            self.served_names or (directory.resolve().name,),
+            None if self.api_key_file is None else Path(self.api_key_file),
+            self.max_concurrent,
+            self.grace_s,
+            {name: str(path.resolve()) for name, path in adapters_of(self.lora).items()},
+            max_queued_tokens=self.max_queued_tokens,
+        )
+        return settings, self.scale
 
 
 def check_replicated(settings: ServeSettings, scale: Scale) -> None:
