@@ -60,7 +60,7 @@ def application(settings: ServeSettings, scale: Scale, local_only: bool) -> serv
         request_router_class="twostroke.server.ray_serve.request_router.FirstTokenRouter",
         request_routing_stats_period_s=LOOK_S,
     )
-    replicas = serve.deployment(EngineReplica).options(
+    replicas = serve.deployment(Replica).options(
         name=ENGINE,
         ray_actor_options={"num_cpus": scale.replica_cpus},
         autoscaling_config=scaling,
@@ -80,6 +80,13 @@ def application(settings: ServeSettings, scale: Scale, local_only: bool) -> serv
         graceful_shutdown_wait_loop_s=0.5,
     )
     return ingress.bind(replicas.bind(settings, local_only), settings.api_key_file, local_only, scale.min_replicas == 0)
+
+
+class Replica(EngineReplica):
+    """The replicas' deployment."""
+
+    async def __del__(self) -> None:  # what Ray calls, and awaits
+        await self.shutdown()
 
 
 class IngressReplica:

@@ -20,7 +20,7 @@ HELD_BYTES = 2**16
 
 
 class EngineReplica:
-    """A deployment's class. It counts as running when its model is loaded. Raises TwostrokeError if that fails."""
+    """What a deployment's class does. It counts as running when its model is loaded. Raises TwostrokeError if that fails."""
 
     async def __init__(self, settings: ServeSettings, local_only: bool) -> None:
         child = settings.launches()[0]()  # first: it needs seconds to import torch, and this process imports meanwhile
@@ -76,8 +76,8 @@ class EngineReplica:
         waiting = self._service.waiting
         return {PREDICTED_WAIT_S: waiting.first_token_s([Asked()]) if waiting.predicts else 0.0}
 
-    async def __del__(self) -> None:
-        """Ray calls it when the requests are done, or their time is up."""
+    async def shutdown(self) -> None:
+        """End the engine. The requests are done, or their time is up."""
         if not hasattr(self, "_lag"):
             return
         self._lag.cancel()

@@ -4,7 +4,7 @@ before Ray starts."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Arguments:
     max_queued_tokens: int | None = None
     grace_s: float = 90.0
     scale: Scale = Scale()
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = field(default_factory=EngineSettings)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Arguments:
