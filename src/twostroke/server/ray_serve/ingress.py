@@ -154,7 +154,9 @@ class Ingress:
             n_chars, keys = len(text), block_keys(text, ApiKeys.name(headers.get(b"authorization")))
         head, pieces, question = await self._asked(passed, n_chars, keys)
         try:
-            await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+            # Ray's proxy gives each request an id, under which replicas know it too, and writes it into the answer itself.
+            headers_out = [(name, value) for name, value in head.headers if name != b"x-request-id"]
+            await send({"type": "http.response.start", "status": head.status, "headers": headers_out})
             await send({"type": "http.response.body", "body": head.body, "more_body": head.more})
             if head.more:
                 await self._send_on(send, pieces, question)

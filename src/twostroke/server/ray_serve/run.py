@@ -46,7 +46,7 @@ def serve_on_ray(
     require_ray()
     with bind(host, port) as listener:  # a port that is taken is told in our words, before anything starts
         address = listener.getsockname()
-    _join(scale, host)
+    _join(scale)
     import ray
     from ray import serve
 
@@ -84,11 +84,12 @@ def serve_on_ray(
         ray.shutdown()
 
 
-def _join(scale: Scale, host: str) -> None:
+def _join(scale: Scale) -> None:
     """Join the cluster of RAY_ADDRESS, or start one of this machine alone. Raises ConfigError."""
     os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
     os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own ports are open to other machines, whatever is served to whom
     import ray
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": NAME}
@@ -105,8 +106,7 @@ def _join(scale: Scale, host: str) -> None:
             f"{scale.max_replicas} replicas of {scale.replica_cpus} processors need {needed}, and this process may use "
             f"{there}. Lower --replicas or --replica-cpus, or set RAY_ADDRESS to a cluster's."
         )
-    local = {"_node_ip_address": "127.0.0.1"} if is_loopback(host) else {}
-    ray.init("local", num_cpus=there, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **local, **quiet)
+    ray.init("local", num_cpus=there, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet)
 
 
 def _quiet() -> dict[str, Any]:
@@ -114,10 +114,13 @@ def _quiet() -> dict[str, Any]:
 
 
 def _started(run: Callable[[], Any]) -> Any:
-    """Raises EngineError with the sentence of the replica that failed."""
+    """Raises EngineError with the sentence of the replica that failed, which stands at the end of its traceback."""
+    from ray import serve
+
     try:
         return run()
     except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line.startswith("twostroke.core.errors.")]
-        why = lines[-1].partition(": ")[2] if lines else str(error).splitlines()[0]
-        raise EngineError(f"no replica could start: {why}") from None
+        said = [each.message for each in serve.status().applications[NAME].deployments.values()]
+        lines = [line for text in (*said, str(error)) for line in text.splitlines()]
+        ours = [line.partition(": ")[2] for line in lines if line.startswith("twostroke.core.errors.")]
+        raise EngineError(f"no replica could start: {ours[-1] if ours else lines[-1]}") from None
