@@ -52,9 +52,13 @@ def on_ray(model: Path, home: Path, options: Sequence[str]) -> Iterator[tuple[su
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env=environ)
     try:
         assert process.stdout is not None
-        said = "".join(iter(process.stdout.readline, "}\n"))
+        said = ""
+        while line := process.stdout.readline():
+            said += line
+            if line == "}\n":
+                break
         assert said, stderr.read_text()
-        yield process, json.loads(said + "}")
+        yield process, json.loads(said)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -89,7 +89,6 @@ def _join(scale: Scale) -> None:
     os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
     os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own ports are open to other machines, whatever is served to whom
     import ray
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": NAME}
@@ -106,7 +105,10 @@ def _join(scale: Scale) -> None:
             f"{scale.max_replicas} replicas of {scale.replica_cpus} processors need {needed}, and this process may use "
             f"{there}. Lower --replicas or --replica-cpus, or set RAY_ADDRESS to a cluster's."
         )
-    ray.init("local", num_cpus=there, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet)
+    try:
+        ray.init("local", num_cpus=there, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, **quiet)
+    except (RuntimeError, OSError, ValueError) as error:
+        raise EngineError(f"Ray could not be started: {str(error).splitlines()[0]}") from None
 
 
 def _quiet() -> dict[str, Any]:
