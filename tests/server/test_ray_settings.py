@@ -10,7 +10,7 @@ import pytest
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
-from twostroke.server.launch import CaptureSettings, ServeSettings
+from twostroke.server.launch import CaptureSettings, KVEventSettings, ServeSettings
 from twostroke.server.ray_serve.settings import Arguments, Scale, check_replicated
 
 PLAIN = ServeSettings(Path("m"), EngineSettings(), ("m",))
@@ -24,6 +24,7 @@ PLAIN = ServeSettings(Path("m"), EngineSettings(), ("m",))
         ({"response_cache": Path("r")}, "--response-cache"),
         ({"usage_log": Path("u")}, "--usage-log"),
         ({"admin": True}, "--admin"),
+        ({"kv_events": KVEventSettings(None)}, "--kv-events"),
         ({"log_requests": True}, "--log-json"),
         ({"engine": EngineSettings(kv_dir="k")}, "--kv-dir"),
     ],

@@ -31,12 +31,15 @@ class EngineReplica:
             from twostroke.server.record import ServeRecord
             from twostroke.server.run import engines_of, service_of
             from twostroke.server.text import ModelText
+            from twostroke.server.traces import Traces, exporter_to
 
             keys = None if settings.api_key_file is None else ApiKeys.read(settings.api_key_file)
             text = ModelText(settings.directory)
             self._record = ServeRecord(settings.directory, settings.engine, settings.adapters)
             self._client = engines_of(settings, child)
             self._service = service_of(settings, self._client, text, self._record, keys, local_only)
+            if settings.otlp_endpoint is not None:
+                self._service.traces = Traces(exporter_to(settings.otlp_endpoint))
             self._app = make_app(self._service)
             self._engine = asyncio.create_task(self._client.run())
             loaded = asyncio.create_task(self._client.wait_loaded())
@@ -89,6 +92,8 @@ class EngineReplica:
         finally:
             self._client.kill()
             self._record.stopped(self._service.totals)
+            if self._service.traces is not None:
+                self._service.traces.close()
 
     # What the ingress asks.
 

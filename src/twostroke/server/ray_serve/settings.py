@@ -94,6 +94,7 @@ def check_replicated(settings: ServeSettings, scale: Scale) -> None:
         "--response-cache": (settings.response_cache, "one server uses the directory of answers"),
         "--usage-log": (settings.usage_log, "one server appends to the usage log"),
         "--kv-dir": (settings.engine.kv_dir, "one engine uses the directory of cached prefixes"),
+        "--kv-events": (settings.kv_events, "its events are of one server's caches, at one address"),
         "--log-json": (settings.log_requests or None, "Ray Serve keeps the replicas' logs, in its own form"),
         "--admin": (settings.admin or None, "its routes change one server, and replicas that start later would not follow"),
     }
