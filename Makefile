@@ -31,9 +31,9 @@ $(VENV)/.test: $(VENV)/.run
 	@$(install) --extra test --extra lint
 	@touch $@
 
-# lm-eval beside the rest, for the tests that hold our scores against it.
+# lm-eval and Ray beside the rest, for the tests that hold our scores against the one and run replicas on the other.
 $(VENV)/.eval: $(VENV)/.test
-	@$(install) --extra test --extra lint --extra eval
+	@$(install) --extra test --extra lint --extra eval --extra ray
 	@touch $@
 
 demo: $(VENV)/.native

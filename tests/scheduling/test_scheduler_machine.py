@@ -396,6 +396,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.scheduler._accounts) == 0
 
 
+def test_no_copy_of_a_step_reads_what_another_writes() -> None:
+    """All are read before any is written. Weights are replaced when an original has sampled and its fork waits: it is computed
+    again from a part of its own page, and the fork begins with the same."""
+    scheduler = Scheduler(SchedulerConfig(2, 2, 3, 8, 16))
+    original = Request("a", [0, 0], SamplingParams(max_tokens=5))
+    scheduler.add(original)
+    scheduler.add(Request("b", [0, 0], SamplingParams(max_tokens=5), fork_of=original))
+    scheduler.update(scheduler.schedule(), [0])
+    scheduler.change_weights(b"", carry_on=True)
+    copies = scheduler.schedule().copies
+    assert len(copies) == 2
+    assert not {source for source, _ in copies} & {target for _, target in copies}
+
+
 def _run(max_examples: int, step_count: int) -> None:
     run_state_machine_as_test(
         SchedulerMachine,

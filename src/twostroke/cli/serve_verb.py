@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from twostroke.core.spec import ModelSpec
     from twostroke.planner.choosing.server_settings import ServerChoice
     from twostroke.server.handover.settings import HandoverSettings
-    from twostroke.server.launch import KVEventSettings
+    from twostroke.server.launch import KVEventSettings, ServeSettings
+    from twostroke.server.ray_serve.settings import Scale
 
 ROLES = ("joint", "prefill", "decode")
 
@@ -116,6 +117,14 @@ def serve(
         None, help="URL of an OpenTelemetry collector that gets a trace of each request, as http://localhost:4318."
     ),
     grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
+    ray: bool = typer.Option(
+        False, "--ray", help="Let Ray Serve run up to --replicas replicas, on this machine or on the cluster of RAY_ADDRESS."
+    ),
+    min_replicas: int = typer.Option(1, min=0, help="With --ray: replicas that always run; with 0 a request starts the first."),
+    replica_cpus: int = typer.Option(1, min=1, help="With --ray: processors of each replica."),
+    target_ongoing: float = typer.Option(16.0, help="With --ray: requests under way above which a replica more is started."),
+    target_wait_s: float = typer.Option(1.0, help="With --ray: predicted wait above which a replica more is started."),
+    scale_down_s: float = typer.Option(600.0, help="With --ray: seconds after which replicas that are not needed end."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Serve a model over the OpenAI-compatible HTTP interface until SIGTERM or Ctrl-C.
@@ -127,6 +136,7 @@ def serve(
 
     from twostroke.core.families import read_spec
     from twostroke.server.launch import CaptureSettings, ServeSettings, bind, is_loopback
+    from twostroke.server.ray_serve.settings import Scale
 
     directory = opened_model(model)
     spec = read_spec(directory)
@@ -145,7 +155,7 @@ def serve(
         beside = {
             "--replicas": replicas > 1, "--slo-ttft-ms, --slo-tpot-ms and --mode": asked.anything, "--admin": admin,
             "--files-dir": files_dir is not None, "--response-cache": response_cache is not None,
-            "--kv-events": kv_events is not None, "--role": role is not None, "--prefill-engines": prefill_engines > 0,
+            "--kv-events": kv_events is not None, "--role": role != "joint", "--prefill-engines": prefill_engines > 0,
         }  # fmt: skip
         if refused := [name for name, given in beside.items() if given]:
             raise ConfigError(f"{refused[0]} is for a server of one model so far. Leave it out, or leave out --model.")
@@ -168,7 +178,7 @@ def serve(
             "--slo-ttft-ms, --slo-tpot-ms or --mode as well, or leave them out."
         )
     most = max(1, len(processors()))
-    if replicas > most:
+    if replicas > most and not ray:
         raise ConfigError(f"--replicas={replicas} must not be more than the processors that this process may use, {most} here.")
     settings = ServeSettings(
         directory, engine, names, api_key_file, max_concurrent, grace_s, adapters, files_dir, replicas, admin
@@ -203,6 +213,26 @@ def serve(
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
+    of_ray = ("min_replicas", "replica_cpus", "target_ongoing", "target_wait_s", "scale_down_s")
+    if ray:
+        if asked.anything:
+            raise ConfigError(
+                "--slo-ttft-ms, --slo-tpot-ms and --mode set one server of this machine, and --ray runs replicas."
+            )
+        apart = {"--model": bool(models.directories), "--role": role != "joint", "--prefill-engines": prefill_engines > 0}
+        if refused := [name for name, given in apart.items() if given]:
+            raise ConfigError(f"{refused[0]} is for a server without --ray so far. Leave one of them out.")
+        _serve_on_ray(
+            settings,
+            host,
+            port,
+            Scale(min_replicas, replicas, replica_cpus, target_ongoing, target_wait_s, scale_down_s),
+            as_json,
+        )
+        return
+    for name in of_ray:
+        if _by_hand(context, name):
+            raise ConfigError(f"--{name.replace('_', '-')} says how --ray scales. Give --ray as well, or leave it out.")
     if models.directories:
         settings = with_others(settings, models)
     with bind(host, port) as listener, tempfile.TemporaryDirectory(prefix="twostroke-") as private:  # mode 0700
@@ -296,6 +326,25 @@ def _handover(role: str, listen: str | None, peers: list[str], key_file: Path | 
     return HandoverSettings(listen, tuple(peers), None if key_file is None else str(key_file.resolve()))
 
 
+def _serve_on_ray(settings: ServeSettings, host: str, port: int, scale: Scale, as_json: bool) -> None:
+    from twostroke.server.ray_serve.run import serve_on_ray
+
+    def announce(about: dict[str, Any]) -> None:
+        document = {"model": settings.names[0], "min_replicas": scale.min_replicas, "replicas": scale.max_replicas} | about
+        for note in about.get("notes", ()):
+            log(note)
+        first = "as soon as a request comes" if not scale.min_replicas else f"ready in {format_seconds(about['startup_s'])}"
+        kind = f"{scale.min_replicas} to {scale.max_replicas} replicas on Ray Serve"
+        emit(document, f"serving {settings.names[0]} ({kind}) at {about['url']}/v1, {first}", as_json)
+
+    totals = serve_on_ray(replace(settings, replicas=1), scale, host, port, announce)
+    log("stopped after " + ", ".join(f"{format_count(value)} {name}" for name, value in totals.items()))
+
+
+def _by_hand(context: typer.Context, name: str) -> bool:
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def _set(
     context: typer.Context,
     directory: Path,
@@ -315,7 +364,7 @@ def _set(
     prompt, output = of_load
     request = {"batch": 1, "prompt_tokens": prompt, "output_tokens": output, "prefix_hit_share": prefix_hit_share}
     shape = serving_shape(directory, spec, engine, **request)
-    given = [name for name in Fixed._fields if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    given = [name for name in Fixed._fields if _by_hand(context, name)]
     by_hand = {name: getattr(engine, name) for name in given}  # be it the default
     own = engine.dtype == "auto", engine.kv_dtype == "auto"
     choice = chosen_server(directory, spec, shape, load_hardware("this", "serve"), asked, spread, Fixed(**by_hand), *own)

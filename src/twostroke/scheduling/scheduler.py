@@ -877,7 +877,9 @@ class Scheduler:
         fresh = self.pool.allocate(n_fresh, after=shared[-1] if shared else -1)
         assert fresh is not None  # counted above
         if n_computed % c.page_tokens:
-            copies.append((original.pages[n_shared], fresh[0]))
+            # All copies of a step are read before any is written: a page that this step only begins is copied from its source.
+            source = original.pages[n_shared]
+            copies.append((next((from_ for from_, to in copies if to == source), source), fresh[0]))
             self._copied.append(request)
         self.page_lists.hash_full_pages(request)
         request.n_dropped = original.n_dropped

@@ -97,7 +97,10 @@ def serve_model(
     traces = None if settings.otlp_endpoint is None else Traces(exporter_to(settings.otlp_endpoint))
     events, sockets = published_events(settings, listener.getsockname())
     others = () if settings.pool is None else settings.pool.others
-    models = [_Model(settings, choice), *(_Model(one, say=log.debug) for one in others)]  # a machine's lack is told once
+    models = [
+        ServedModel(settings, choice),
+        *(ServedModel(one, say=log.debug) for one in others),
+    ]  # a machine's lack is told once
 
     def ready(engine: wire.Ready) -> None:
         startup_s, record = process_age_s(), models[0].record
@@ -115,12 +118,11 @@ def serve_model(
         local_only = is_loopback(listener_address[0])
         first = models[0].service(client, settings, Admission(settings.max_concurrent), keys, local_only, usage)
         first.kept = kept
-        first.capture, first.log_requests = capture, settings.log_requests
+        first.capture = capture
         first.traces, first.kv_events = traces, events
         services.append(first)
         if capture is not None:
             first.metrics.follow_capture(capture.counts)
-        models[0].record.show_prediction(first.metrics)
         if settings.pool is not None:
             services.extend(model.beside(first, settings) for model in models[1:])
             pooled(settings.pool, models, services, usage)
@@ -144,7 +146,7 @@ def serve_model(
     return {name: sum(service.totals[name] for service in services) for name in services[0].totals}
 
 
-class _Model:
+class ServedModel:
     """One of the models of a server: its text, and its entry in the ledger. Raises InputError for one that cannot be used."""
 
     def __init__(
@@ -168,11 +170,15 @@ class _Model:
         admission: Admission,
         keys: ApiKeys | None,
         local_only: bool,
-        usage: UsageLog | None,
+        usage: UsageLog | None = None,
     ) -> Service:
+        """What the routes share, before the engines of ``client``."""
         waiting = self._waiting(server)
         names = self.settings.names
-        return Service(client, self.text, self.spec, names, admission, keys, local_only, waiting=waiting, usage=usage)
+        service = Service(client, self.text, self.spec, names, admission, keys, local_only, waiting=waiting, usage=usage)
+        service.log_requests = server.log_requests
+        self.record.show_prediction(service.metrics)
+        return service
 
     def beside(self, first: Service, server: ServeSettings) -> Service:
         """The service of this model, which shares with ``first`` all that is not a model's own."""
@@ -188,7 +194,9 @@ class _Model:
         )
 
 
-def pooled(settings: PoolSettings, models: Sequence[_Model], services: Sequence[Service], usage: UsageLog | None) -> ModelPool:
+def pooled(
+    settings: PoolSettings, models: Sequence[ServedModel], services: Sequence[Service], usage: UsageLog | None
+) -> ModelPool:
     """Puts ``services`` into one pool."""
     members = []
     for model, service in zip(models, services, strict=True):
@@ -207,6 +215,18 @@ def pooled(settings: PoolSettings, models: Sequence[_Model], services: Sequence[
 
 def _connected(settings: ServeSettings, adapters: Mapping[str, str]) -> EngineClient:
     return EngineClient(settings.launches()[0], adapters=adapters)
+
+
+def service_of(
+    settings: ServeSettings, client: Engines, text: ModelText, record: ServeRecord, keys: ApiKeys | None, local_only: bool
+) -> Service:
+    """What the routes share, before the engines of ``client``."""
+    waiting = Waiting(record.steps(), settings.max_queued_tokens, settings.engine.separate_prefixes)
+    spec, admission = read_spec(settings.directory), Admission(settings.max_concurrent)
+    service = Service(client, text, spec, settings.names, admission, keys, local_only, waiting=waiting)
+    service.log_requests = settings.log_requests
+    record.show_prediction(service.metrics)
+    return service
 
 
 def opened_capture(settings: CaptureSettings) -> Capture:

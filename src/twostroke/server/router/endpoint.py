@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 BASE = 256
 """Characters that a request counts as beside its prompt: its answer takes steps as well."""
@@ -109,6 +109,11 @@ class Endpoint:
         self._measured_at = 0.0
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
+    def sent(self, found: Ranked, keys: Sequence[bytes]) -> Sent:
+        """A request goes there, of which ``ranked`` has found out ``found``."""
+        self.requests += 1
+        return Sent(self, keys, found.work, found.predicted_s, self.clock())
+
     @property
     def work(self) -> int:
         return self.waiting_work + BASE * self.begun
@@ -149,6 +154,27 @@ class Endpoint:
         return n * BLOCK_CHARS
 
 
+class Ranked(NamedTuple):
+    """One of the servers that a request could go to. ``work`` is what the request would be there, in characters."""
+
+    predicted_s: float
+    in_flight: int
+    requests: int
+    index: int
+    work: int
+
+
+def ranked(endpoints: Sequence[Endpoint], n_chars: int, keys: Sequence[bytes]) -> list[Ranked]:
+    """All of ``endpoints``, the one whose first byte is predicted to come first at the front; of equal ones the idlest."""
+    paces = [each.measured_pace_s for each in endpoints]
+    best_s = min((pace for pace in paces if pace is not None), default=FIRST_PACE_S)
+    found = []
+    for i, each in enumerate(endpoints):
+        work = BASE + n_chars - each.seen_chars(keys)
+        found.append(Ranked(each.pace_s(best_s) * (each.work + work), each.in_flight, each.requests, i, work))
+    return sorted(found)
+
+
 def choose(
     endpoints: Sequence[Endpoint], model: str, n_chars: int, keys: Sequence[bytes], without: Endpoint | None = None
 ) -> Sent | None:
@@ -158,12 +184,5 @@ def choose(
     able = [each for each in able if each.models is None or model in each.models] or able
     if not able:
         return None
-    paces = [each.measured_pace_s for each in able]
-    best_s = min((pace for pace in paces if pace is not None), default=FIRST_PACE_S)
-    ranked = []
-    for i, each in enumerate(able):
-        work = BASE + n_chars - each.seen_chars(keys)
-        ranked.append((each.pace_s(best_s) * (each.work + work), each.in_flight, each.requests, i, work))
-    predicted_s, _, _, i, work = min(ranked)
-    able[i].requests += 1
-    return Sent(able[i], keys, work, predicted_s, able[i].clock())
+    best = ranked(able, n_chars, keys)[0]
+    return able[best.index].sent(best, keys)
