@@ -448,8 +448,8 @@ def mixed_precision() -> Claim:
         f"{', '.join(f'{s.value:.2g}×' for s in speeds)} as long in fp32.",
         f"Weights, masters, gradients and moments do not shrink: {100 * state:.0f}%. On a device with tensor cores the "
         "products are "
-        f"{cases[1].value:.2g}× faster and the step {cases[0].value:.2g}×. Of a small process, interpreter and compiled code included, "
-        f"{', '.join(f'{100 * p.value:.0f}%' for p in peaks)} stay.",
+        f"{cases[1].value:.2g}× faster and the step {cases[0].value:.2g}×. Of a small process, interpreter and libraries "
+        f"included, {', '.join(f'{100 * p.value:.0f}%' for p in peaks)} stay.",
         decided_by="twostroke calibrate (fp32 and bf16 rates), then twostroke plan train with --dtype fp32 and bf16",
         measured=(*speeds, *kept, *peaks),
     )
