@@ -76,7 +76,7 @@ def score(
     emit(document | {"scores": scores}, "\n".join(lines), as_json)
 
 
-def _sequences(scorer: EngineScorer, prompt: str, texts: Sequence[str]) -> list[tuple[Sequence[int], int]]:
+def _sequences(scorer: EngineScorer, prompt: str, texts: Sequence[str]) -> Sequence[tuple[Sequence[int], int]]:
     """The tokens of each text after ``prompt``, and the first that is scored. Raises CapacityError for one that is too long."""
     from twostroke.evaluation.encoding import Encoder
 
