@@ -94,7 +94,7 @@ def _sequences(scorer: EngineScorer, prompt: str, texts: Sequence[str]) -> Seque
 def _planned(
     directory: Path, scorer: EngineScorer, engine: EngineSettings, sequences: Sequence[tuple[Sequence[int], int]]
 ) -> Planned:
-    """The rate at which tokens get their score: those of a prompt are computed as well."""
+    """The rate at which tokens get their score: those of a prompt are computed as well, and the first of a process takes longer."""
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.scoring import engine_token_s
     from twostroke.planner.truth.recording import Planned
@@ -102,7 +102,8 @@ def _planned(
 
     hardware = load_hardware("this", "serve")
     shape = serving_shape(directory, scorer.spec, engine)
-    seconds = sum(len(ids) * engine_token_s(scorer.spec, shape, hardware, len(ids)) for ids, _ in sequences)
+    first_s = hardware.first_uses.prompt_s if hardware.first_uses else 0.0
+    seconds = first_s + sum(len(ids) * engine_token_s(scorer.spec, shape, hardware, len(ids)) for ids, _ in sequences)
     return Planned({"scored_tok_per_s": sum(len(ids) - first for ids, first in sequences) / seconds}, hardware)
 
 
