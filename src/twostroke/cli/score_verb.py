@@ -94,7 +94,7 @@ def _sequences(scorer: EngineScorer, prompt: str, texts: Sequence[str]) -> Seque
 def _planned(
     directory: Path, scorer: EngineScorer, engine: EngineSettings, sequences: Sequence[tuple[Sequence[int], int]]
 ) -> Planned:
-    """The rate at which tokens get their score: those of a prompt are computed as well, and the first of a process takes longer."""
+    """The rate at which tokens get their score: those of a prompt are computed too, and a process begins slowly."""
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.scoring import engine_token_s
     from twostroke.planner.truth.recording import Planned
