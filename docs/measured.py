@@ -25,8 +25,9 @@ QUALITY_RUNS = {
     "stories260K": "quality/runs/2026-11-22-2-core-xeon-7879001-stories260k",
 }
 CHECKPOINTS_RUN = "checkpoints/runs/2026-11-21-2-core-epyc-79aac01"
-PLANNER_RUN = "planner/engines/runs/2026-11-23-2-core-epyc-a940457"
-PUBLIC_RUN = "planner/public_tables/runs/2026-11-21-2-core-cpu-e08cff4"
+PLANNER_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-42ade13"
+PLANNER_ZEN5_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-zen5-12d50fb"
+PUBLIC_RUN = "planner/public_tables/runs/2026-11-23-2-core-epyc-zen4-ea998ef"
 
 TIE = 0.05
 """Ratios within 5% of one are called a tie: two processes of one build on one machine differ by more."""
@@ -46,16 +47,29 @@ def newest(folder: str) -> Path | None:
 def tables(run: str) -> dict[str, list[Row]]:
     """First table below each heading of a run's ``summary.md``, by heading (up to a colon); "" is before any heading."""
     found: dict[str, list[Row]] = {}
+    for heading, rows in _headed(run):
+        found.setdefault(heading.partition(":")[0], rows)
+    return found
+
+
+def all_tables(run: str) -> list[list[Row]]:
+    """Every table of a run's ``summary.md``."""
+    return [rows for _, rows in _headed(run)]
+
+
+def _headed(run: str) -> list[tuple[str, list[Row]]]:
+    found: list[tuple[str, list[Row]]] = []
     heading, columns = "", None
     for line in (BENCHMARKS / run / "summary.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
-            heading, columns = line.lstrip("# ").partition(":")[0], None
+            heading, columns = line.lstrip("# "), None
         elif line.startswith("|") and not re.fullmatch(r"[|\s:-]+", line):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if columns is None and heading not in found:
-                columns, found[heading] = cells, []
-            elif columns is not None:
-                found[heading].append(dict(zip(columns, cells, strict=False)))
+            if columns is None:
+                columns = cells
+                found.append((heading, []))
+            else:
+                found[-1][1].append(dict(zip(columns, cells, strict=False)))
         elif not line.strip():
             columns = None
     return found
@@ -243,7 +257,7 @@ def checkpoints() -> str:
 
 
 def predictions() -> str:
-    """Median errors over our engines' configurations, and over public tables."""
+    """Median errors over our engines' configurations beside what the machine itself repeats, and over public tables."""
     rows = {(row["phase"], row["quantity"]): row for row in tables(PLANNER_RUN)[""]}
     names = (
         ("weights", ("serve", "weights_bytes")),
@@ -259,20 +273,33 @@ def predictions() -> str:
     )
     cells = []
     for words, key in (pair for pair in names if pair[1] in rows):
-        bar = rows[key]["bar (median)"]
-        cells.append([words, rows[key]["n"], f"{rows[key]['median']}%", f"{rows[key]['p90']}%", bar.replace(" ", "%, ", 1)])
-    covered = re.search(
-        r"Interval coverage over all predictions: ([\d.]+%) of (\d+)", (BENCHMARKS / PLANNER_RUN / "summary.md").read_text()
+        row = rows[key]
+        repeat = "" if number(row["repeat"]) is None else f"{row['repeat']}%"
+        bar = row["bar (median)"].replace(" ", "%, ", 1)
+        cells.append([words, row["n"], f"{row['median']}%", f"{row['p90']}%", repeat, bar])
+    other = {(row["phase"], row["quantity"]): row for row in tables(PLANNER_ZEN5_RUN)[""]}
+    public = {row["rows"]: row["median error"] for row in tables(PUBLIC_RUN)["Without a model"]}
+    engines = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang"}
+    dense, experts = (
+        ", ".join(f"{public[f'{kind} · {engine}']} for {name}" for engine, name in engines.items())
+        for kind in ("dense", "experts")
     )
-    public = {row["rows"]: row for row in tables(PUBLIC_RUN)["Without a model"]}
-    assert covered is not None
-    h100, h200 = (public[name]["median error"] for name in ("h100_sxm", "h200_sxm"))
+    step, tpot = other["train", "step_time_s"]["median"], other["serve", "tpot_s"]["median"]
     return (
-        f"{grid(['predicted', 'configurations', 'median error', 'p90', 'aim (median)'], cells)}\n\n"
-        f"{covered[1]} of {covered[2]} measurements fell inside their 90% intervals ([run](benchmarks/{PLANNER_RUN})). "
-        "On public measurements of dense models that the planner's constants were not fitted to, the median error of TPOT is "
-        f"{h100} on H100 and {h200} on H200 ({link(PUBLIC_RUN)})."
+        f"{grid(['predicted', 'measurements', 'median error', 'p90', 'what a repeat differs by', 'aim (median)'], cells)}\n\n"
+        f"Every configuration of the engine was measured twice. {_covered(PLANNER_RUN)} ({link(PLANNER_RUN)}, Zen 4). "
+        f"On Zen 5 a training step is off by {step}% and TPOT by {tpot}%: {_covered(PLANNER_ZEN5_RUN)} "
+        f"({link(PLANNER_ZEN5_RUN)}). On public measurements of models that the planner's constants were not fitted to, the "
+        f"median error of TPOT is, of dense models, {dense}; of mixtures of experts {experts} ({link(PUBLIC_RUN)})."
     )
+
+
+def _covered(run: str) -> str:
+    """Of a run of benchmarks/planner/engines: how often the interval held the measurement."""
+    text = (BENCHMARKS / run / "summary.md").read_text(encoding="utf-8")
+    found = re.search(r"Interval coverage over all predictions: ([\d.]+%) of (\d+)", text)
+    assert found is not None
+    return f"{found[1]} of {found[2]} measurements fell inside their 90% intervals"
 
 
 # -- a session and a demo, as they were typed -----------------------------------------------------------------------------

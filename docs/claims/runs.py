@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from claims.claim import Case, Unit
-from measured import BENCHMARKS, INFERENCE_RUNS, PLANNER_RUN, QUALITY_RUNS, TRAINING_RUN
+from measured import BENCHMARKS, INFERENCE_RUNS, PLANNER_RUN, QUALITY_RUNS, TRAINING_RUN, Row, all_tables, number
 
 SMALL, LARGE = "smollm-135m", "tinyllama-1.1b"
 SIZES = {SMALL: "135M", LARGE: "1.1B"}
@@ -19,6 +19,10 @@ OVERLOAD_RUNS = {
     "EPYC": "robustness/runs/2026-11-22-2-core-epyc-zen4-5b16e36",
     "Xeon": "robustness/runs/2026-11-22-2-core-xeon-amx-3f2da19",
 }
+
+
+SPECULATION_RUN = "speculation/runs/2026-11-23-2-core-epyc-671577f"
+EXITS_RUN = "speculation/runs/2026-11-24-2-core-epyc-01dfa60-early-exit"
 
 
 @lru_cache(maxsize=16)
@@ -126,6 +130,61 @@ def tails() -> tuple[Case, ...]:
     )
 
 
+def _http() -> list[dict[str, Any]]:
+    return [row for row in lines(PLANNER_RUN) if row["phase"] == "http"]
+
+
+def http_tails(latency: str, what: str) -> tuple[Case, ...]:
+    """p99 ÷ median of one latency of each server under a closed loop of users, the median over its repeats."""
+    found: dict[str, list[float]] = {}
+    for row in _http():
+        users = row["case"]["batch"]
+        ratio = row["measured"][f"{latency}_p99_s"] / row["measured"][f"{latency}_median_s"]
+        found.setdefault(f"{row['case']['sizes']['name']}, {users} user{'s' * (users != 1)}", []).append(ratio)
+    return tuple(
+        _case(f"{name}: p99 over the median {what}", statistics.median(ratios), "x", PLANNER_RUN, "EPYC")
+        for name, ratios in found.items()
+    )
+
+
+def _speed_up(row: Row, what: str, run: str) -> Case:
+    value = number(row["of decoding"])
+    assert value is not None
+    return _case(f"13.9M: {what}", value, "x", run, "EPYC")
+
+
+def drafts() -> tuple[Case, ...]:
+    """Tokens a second of decoding with drafts from the text itself over those without, by text and requests."""
+    return tuple(
+        _speed_up(row, f"n-gram drafts on {row['text']}, {_requests(row)}", SPECULATION_RUN)
+        for row in _table(SPECULATION_RUN, "text")
+        if not row["text"].startswith(("code again", "noise"))
+    )
+
+
+def exits() -> tuple[Case, ...]:
+    """The same of early exits after the first layer that the whole model checks, greedy, and of exits that nothing checks."""
+    checked = tuple(
+        _speed_up(row, f"exits that the model checks, {row['weights']}, greedy, {_requests(row)}", EXITS_RUN)
+        for row in _table(EXITS_RUN, "right of drafted")
+        if row["drafts"] == "exit:1" and number(row["temperature"]) == 0
+    )
+    unchecked = tuple(
+        _speed_up(row, f"unchecked exits that may change {row['may change']} of tokens, 1 request", EXITS_RUN)
+        for row in _table(EXITS_RUN, "may change")
+    )
+    return checked + unchecked
+
+
+def _requests(row: Row) -> str:
+    return f"{row['requests']} request{'s' * (row['requests'] != '1')}"
+
+
+def _table(run: str, column: str) -> list[Row]:
+    """The first table of a run's summary that has ``column``."""
+    return next(rows for rows in all_tables(run) if rows and column in rows[0])
+
+
 # -- quality --------------------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +199,23 @@ def losses(scheme: str, what: str) -> tuple[Case, ...]:
             "run",
         )
         for model, run in QUALITY_RUNS.items()
+    )
+
+
+SIZE_LADDER = {
+    "llama-384": ("llama-384-bf16-b1-p256", "llama-384-int8-b64-p64", "llama-384-int4-b1-p128"),
+    "llama-1024": ("llama-1024-bf16-b1-p128", "llama-1024-int8-b8-p128", "llama-1024-int4-b1-p128"),
+    "135M": ("smollm-135m-bf16-b1-p128", "smollm-135m-int8-b1-p256", "smollm-135m-int4-b16-p64-lora-8,16,q_proj,v_proj"),
+}
+"""Served in bf16, int8 and int4, embedding and head in bf16."""
+
+
+def weights_saved(which: int, what: str) -> tuple[Case, ...]:
+    """Bytes of the weights that the engine holds in bf16 over those in int8 (``which`` 1) or int4 (2)."""
+    held = {row["name"]: row["measured"]["weights_bytes"] for row in lines(PLANNER_RUN) if row["phase"] == "serve"}
+    return tuple(
+        _case(f"{model}: {what} against bf16, held", held[names[0]] / held[names[which]], "x", PLANNER_RUN, "EPYC")
+        for model, names in SIZE_LADDER.items()
     )
 
 
@@ -164,6 +240,25 @@ def backward_ratios() -> tuple[Case, ...]:
     return tuple(
         trained(name, "backward over forward", "x", lambda m: m["backward_s"] / m["forward_s"])
         for name in (*FULL_STEPS, "head-heavy", "eager-320")
+    )
+
+
+RECOMPUTED = {"recompute-selective": "products recomputed", "recompute-full": "every layer recomputed"}
+
+
+def recomputed_ratios() -> tuple[Case, ...]:
+    return tuple(
+        trained(name, f"backward over forward, {what}", "x", lambda m: m["backward_s"] / m["forward_s"])
+        for name, what in RECOMPUTED.items()
+    )
+
+
+def recomputed_backwards() -> tuple[Case, ...]:
+    """Backward with recomputation over that of the same model and batch without."""
+    kept = _trained()["method-full"]["measured"]["backward_s"]
+    return tuple(
+        trained(name, f"backward over that without recomputation, {what}", "x", lambda m: m["backward_s"] / kept)
+        for name, what in RECOMPUTED.items()
     )
 
 
@@ -226,6 +321,17 @@ def precision_memory() -> tuple[Case, ...]:
         )
         for low, high in PRECISION_PAIRS
     )
+
+
+def precision_peaks() -> tuple[Case, ...]:
+    """Peak memory in bf16 over that in fp32, without the activations of the tokens that the bf16 run has more."""
+    found = []
+    for low, high in PRECISION_PAIRS:
+        fewer, more = (_trained()[name]["measured"] for name in (high, low))
+        surplus = more["activations_bytes"] * (1 - _tokens(high) / _tokens(low))
+        ratio = (more["peak_memory_bytes"] - surplus) / fewer["peak_memory_bytes"]
+        found.append(_case(f"peak memory of the process in bf16 over fp32 ({low})", ratio, "share", PLANNER_RUN, "EPYC"))
+    return tuple(found)
 
 
 def _peer_row(row: str, engine: str) -> dict[str, Any]:

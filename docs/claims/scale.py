@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from claims.claim import Case, Claim, Figure, pick
 from claims.money import MFU, UTILISATION, query_usd, served, training_usd
-from claims.runs import tails
+from claims.runs import http_tails, tails
 from claims.subjects import DEVICE, GB, LLAMA_2_7B, LLAMA_8B, LLAMA_70B, LLAMA_405B, device, n_parameters
 from claims.work import serving
 from twostroke.core.spec import ModelSpec
@@ -263,7 +263,7 @@ def _under_load(share: float) -> Simulated:
 
 def tail_latency() -> Claim:
     calm, busy = _under_load(0.3), _under_load(0.8)
-    measured = tails()
+    measured = (*tails(), *http_tails("ttft", "first token"), *http_tails("itl", "gap between tokens"))
     cases = (
         Case(
             "ttft_calm",

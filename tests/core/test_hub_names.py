@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,13 @@ def test_an_unknown_name_gets_near_ones_and_the_way_to_a_config(text: str, words
     assert words in str(caught.value)
 
 
-def compressed(weights: dict[str, Any], activations: Any = None) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+def compressed(weights: dict[str, Any], activations: Any = None, targets: Sequence[str] = ("Linear",)) -> dict[str, Any]:
+    groups = {"group_0": {"targets": [*targets], "weights": weights, "input_activations": activations}}
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
 ROUNDED = {"num_bits": 8, "dynamic": True}
+EXPERTS_ONLY = {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,9 @@ ROUNDED = {"num_bits": 8, "dynamic": True}
         (compressed({"num_bits": 4, "type": "int", "group_size": 128}), "int4"),
         (compressed({"num_bits": 4, "type": "float", "group_size": 16}), "nvfp4"),
         (compressed({"num_bits": 4, "type": "float", "group_size": 32}), "mxfp4"),
+        (compressed({"num_bits": 4, "type": "int", "group_size": 32}) | EXPERTS_ONLY, "int4-experts"),
+        (compressed({"num_bits": 4, "type": "int", "group_size": 32}) | {"ignore": ["lm_head", 7]}, "Q4_0"),
+        (compressed({"num_bits": 4, "type": "int", "group_size": 32}, targets=["re:.*experts.*"]), "int4-experts"),
     ],
 )
 def test_a_checkpoints_own_quantisation_is_read(quantised: dict[str, Any], scheme: str) -> None:

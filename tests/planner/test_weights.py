@@ -9,7 +9,7 @@ import pytest
 
 from machines import small_llama
 from twostroke.core.errors import ConfigError
-from twostroke.core.families import read_spec
+from twostroke.core.families import named_model, read_spec
 from twostroke.core.matrices import block_matrices
 from twostroke.core.schemes import PLANNED
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
@@ -26,6 +26,16 @@ def published(assets: Path, name: str) -> ModelSpec:
 def test_mxfp4_gives_the_published_checkpoint_sizes(assets: Path, name: str, gib: float) -> None:
     """gpt-oss model card, table 1. Its numbers have one decimal, so half a tenth is the tolerance."""
     assert weights_bytes(published(assets, name), "mxfp4") / GIB == pytest.approx(gib, abs=0.05)
+
+
+def test_kimi_k2_thinking_takes_the_bytes_of_its_published_files() -> None:
+    """The Hub's 62 files take 594 GB: experts in 4.5 bits, attention, shared experts, the dense layer and both ends in 16."""
+    kimi = named_model("moonshotai/Kimi-K2-Thinking")
+    assert kimi.scheme == "int4-experts"
+    assert weights_bytes(kimi.spec, "int4-experts") / 1e9 == pytest.approx(594, rel=0.002)
+    experts = 60 * 384 * 3 * 7168 * 2048
+    others = count_parameters(kimi.spec).total - experts
+    assert weights_bytes(kimi.spec, "int4-experts") == experts * 4.5 / 8 + 2 * others
 
 
 def test_fp8_holds_a_byte_an_element_and_a_scale_for_each_block_of_128_by_128() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError
@@ -18,6 +18,7 @@ from twostroke.core.units import format_seconds
 
 if TYPE_CHECKING:
     from twostroke.core.fitted_exits import FittedExits
+    from twostroke.planner.truth.recording import Planned
 
 app = typer.Typer(add_completion=False)
 
@@ -60,15 +61,24 @@ def exits(
         raise DataError(f"the text has token {int(ids.max())} and the model a vocabulary of {spec.vocab_size}.")
     from twostroke.core.engine_settings import EngineSettings
     from twostroke.engine.core import EngineCore
+    from twostroke.planner.truth.recording import recording
 
-    began = time.perf_counter()
-    engine = EngineCore(directory, EngineSettings(dtype=dtype, early_exit="at:1"))
-    with progress(f"trying exits of {directory}", 1.0) as advance:
-        found = fit_exits(engine, directory, windows_of(ids, engine.max_model_len), after, most_changed, confidence, advance)
-    found.write(directory)
-    elapsed_s = time.perf_counter() - began
-    document = {"model": str(directory), "text": text.name, "elapsed_s": elapsed_s, "exits": plain(found)}
+    inputs = {"model": str(directory.resolve()), "text": text.name, "layers": list(after), "most_changed": most_changed}
+    with recording("exits", directory.resolve().name, inputs, _unplanned, log) as run:
+        began = time.perf_counter()
+        engine = EngineCore(directory, EngineSettings(dtype=dtype, early_exit="at:1"))
+        with progress(f"trying exits of {directory}", 1.0) as advance:
+            windows = windows_of(ids, engine.max_model_len)
+            found = fit_exits(engine, directory, windows, after, most_changed, confidence, advance)
+        found.write(directory)
+        elapsed_s = time.perf_counter() - began
+        run.measure({"elapsed_s": elapsed_s, "changed_share": found.changed, "extra_nats": found.extra_nats})
+    document = {"model": str(directory), "text": text.name, "elapsed_s": elapsed_s, "exits": plain(found), "run_id": run.run_id}
     emit(document, "\n".join(_lines(found, spec.n_layers, directory, elapsed_s)), as_json)
+
+
+def _unplanned() -> Planned:
+    raise ConfigError("how many thresholds are tried depends on the text, so no time is predicted for finding exits.")
 
 
 def _lines(found: FittedExits, n_layers: int, directory: Path, elapsed_s: float) -> list[str]:

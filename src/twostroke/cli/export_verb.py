@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.moved_models import planned_export, took
+from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.units import format_bytes, format_count
 from twostroke.interop.export_targets import TARGETS, target_of
@@ -51,18 +55,27 @@ def export(
             f"--calibration guides the search for scales, which --to {to} does in {', '.join(row.weighed) or 'no precision'}."
         )
     from twostroke.interop.export_model import export_model
+    from twostroke.planner.truth.recording import recording
 
-    with progress(f"exporting {model}", 1.0) as advance:
-        report = export_model(
-            model, directory, merge, precision, replace, advance, to, lambda found: _importance(found, calibration)
-        )
+    inputs = {"model": str(model.resolve()), "directory": str(directory.resolve()), "to": to, "precision": precision}
+    plan = functools.partial(planned_export, model, to, precision)
+    with recording("export", directory.resolve().name, inputs, plan, log) as run:
+        began = time.perf_counter()
+        with progress(f"exporting {model}", 1.0) as advance:
+            report = export_model(
+                model, directory, merge, precision, replace, advance, to, lambda found: _importance(found, calibration)
+            )
+        measured = {"export_s": time.perf_counter() - began, "written_bytes": float(report.n_bytes)}
+        run.measure(measured)
     of_base = f", adapters merged into {report.base}" if report.base else ""
     lines = [
         f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.precision}, "
-        f"format {report.target}, {format_bytes(report.n_bytes)}{of_base}.",
+        f"format {report.target}, {format_bytes(report.n_bytes)}{of_base}, in "
+        f"{took(run, 'export_s', measured['export_s'])}.",
         *(f"Note: {note}" for note in report.notes),
     ]
-    emit(report, "\n".join(lines), as_json)
+    run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
+    emit({**plain(report), **run_document}, "\n".join(lines), as_json)
 
 
 def _importance(directory: Path, calibration: list[str]) -> dict[str, Tensor] | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from pathlib import Path
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.moved_models import planned_import, took
+from twostroke.core.described import plain
 from twostroke.core.units import format_bytes, format_count
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -29,13 +33,21 @@ def import_(
 ) -> None:
     """Bring in a model from a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
     from twostroke.interop.import_model import import_model
+    from twostroke.planner.truth.recording import recording
 
-    with progress(f"importing {source}", 1.0) as advance:
-        report = import_model(source, directory, tokenizer or None, dtype, replace, advance)
+    inputs = {"source": source, "directory": str(directory.resolve()), "dtype": dtype}
+    with recording("import", directory.resolve().name, inputs, functools.partial(planned_import, source, dtype), log) as run:
+        began = time.perf_counter()
+        with progress(f"importing {source}", 1.0) as advance:
+            report = import_model(source, directory, tokenizer or None, dtype, replace, advance)
+        measured = {"import_s": time.perf_counter() - began, "written_bytes": float(report.n_bytes)}
+        run.measure(measured)
     lines = [
         f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.dtype}, "
-        f"{format_bytes(report.n_bytes)}, from {report.kind} {report.source}.",
+        f"{format_bytes(report.n_bytes)}, from {report.kind} {report.source}, in "
+        f"{took(run, 'import_s', measured['import_s'])}.",
         f"Tokenizer: {report.tokenizer or 'none'}.",
         *(f"Note: {note}" for note in report.notes),
     ]
-    emit(report, "\n".join(lines), as_json)
+    run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
+    emit({**plain(report), **run_document}, "\n".join(lines), as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit, progress
+from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.engine_options import FROM_OPTIONS, with_engine_options
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.engine_settings import EngineSettings
@@ -20,6 +21,7 @@ from twostroke.core.units import format_seconds
 
 if TYPE_CHECKING:
     from twostroke.evaluation.engine_scorer import EngineScorer
+    from twostroke.planner.truth.recording import Planned
 
 app = typer.Typer(add_completion=False)
 
@@ -51,20 +53,31 @@ def score(
     if not all(texts):
         raise InputError("a text is empty, so there is nothing to score.")
     from twostroke.evaluation.engine_scorer import EngineScorer
+    from twostroke.planner.truth.recording import recording
 
     scorer = EngineScorer.load(directory, **engine.changed())
-    began = time.perf_counter()
-    with progress("scoring", 1.0) as advance:
-        scores = _scored(scorer, prompt, texts, advance)
-    elapsed_s = time.perf_counter() - began
+    sequences = _sequences(scorer, prompt, texts)
+    inputs = {"model": str(directory.resolve()), "dtype": scorer.formats, "texts": len(texts), **engine.changed()}
+    plan = functools.partial(_planned, directory, scorer, engine, sequences)
+    with recording("score", directory.resolve().name, inputs, plan, log) as run:
+        began = time.perf_counter()
+        with progress("scoring", 1.0) as advance, run.meter:
+            scores = _scored(scorer, texts, sequences, advance)
+        elapsed_s = time.perf_counter() - began
+        measured = {"scored_tok_per_s": sum(len(ids) - first for ids, first in sequences) / elapsed_s, "elapsed_s": elapsed_s}
+        run.measure(measured)
     document = {"model": str(directory), "dtype": scorer.dtype, "formats": scorer.formats, "elapsed_s": elapsed_s}
+    document |= {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}
     lines = [line for i, found in enumerate(scores) for line in _lines(i, found, tokens)]
-    lines.append(f"{scorer.formats}, {format_seconds(elapsed_s)}")
+    expected = run.prediction.get("scored_tok_per_s")
+    planned = f" (predicted {expected:,.0f})" if expected is not None else ""
+    rate = f"{measured['scored_tok_per_s']:,.0f} tokens/s measured{planned}"
+    lines.append(f"{scorer.formats}, {format_seconds(elapsed_s)}, {rate}")
     emit(document | {"scores": scores}, "\n".join(lines), as_json)
 
 
-def _scored(scorer: EngineScorer, prompt: str, texts: Sequence[str], advance: Any) -> list[dict[str, Any]]:
-    """What is known of each text. Raises CapacityError for one that is too long."""
+def _sequences(scorer: EngineScorer, prompt: str, texts: Sequence[str]) -> Sequence[tuple[Sequence[int], int]]:
+    """The tokens of each text after ``prompt``, and the first that is scored. Raises CapacityError for one that is too long."""
     from twostroke.evaluation.encoding import Encoder
 
     encoder = Encoder(scorer)
@@ -75,6 +88,29 @@ def _scored(scorer: EngineScorer, prompt: str, texts: Sequence[str], advance: An
                 f"text {i + 1} has {len(ids)} tokens with its prompt, and the context is {scorer.longest}. Shorten it, or use "
                 "`twostroke eval MODEL --data FILE`, which reads longer texts in windows."
             )
+    return sequences
+
+
+def _planned(
+    directory: Path, scorer: EngineScorer, engine: EngineSettings, sequences: Sequence[tuple[Sequence[int], int]]
+) -> Planned:
+    """The rate at which tokens get their score: those of a prompt are computed too, and a process begins slowly."""
+    from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.scoring import engine_token_s
+    from twostroke.planner.truth.recording import Planned
+    from twostroke.quantization.held import serving_shape
+
+    hardware = load_hardware("this", "serve")
+    shape = serving_shape(directory, scorer.spec, engine)
+    first_s = hardware.first_uses.prompt_s if hardware.first_uses else 0.0
+    seconds = first_s + sum(len(ids) * engine_token_s(scorer.spec, shape, hardware, len(ids)) for ids, _ in sequences)
+    return Planned({"scored_tok_per_s": sum(len(ids) - first for ids, first in sequences) / seconds}, hardware)
+
+
+def _scored(
+    scorer: EngineScorer, texts: Sequence[str], sequences: Sequence[tuple[Sequence[int], int]], advance: Any
+) -> list[dict[str, Any]]:
+    """What is known of each text."""
     found = []
     for text, (ids, first), (nats, greedy) in zip(texts, sequences, scorer.token_scores(sequences, advance), strict=True):
         logprobs = (-nats).tolist()

@@ -275,6 +275,9 @@ _ROWS = (
         "int4-k", "int4", 20.0, group=BLOCK,
         planned=False, native="int4_blocks", torch=("packed_bf16",), beside="int8-g16", only_read=True,
     ),
+    # As compressed-tensors pack it symmetrically: groups of 32 with one 16-bit scale, 4.5 bits a weight. Kimi-K2-Thinking's
+    # experts are held so, all else in bf16.
+    Scheme("int4-experts", "int4", 2.0, group=32, experts_only=True),
     # OCP Microscaling 1.0: blocks of 32 with one 8-bit exponent, 4.25 bits a weight.
     Scheme("mxfp4", "fp4", 1.0, group=32, experts_only=True, products=("fp4", "fp8", "bf16"), published=("mxfp4", "MXFP4")),
     # NVIDIA's: blocks of 16 with one E4M3 scale, 4.5 bits a weight.

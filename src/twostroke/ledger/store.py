@@ -32,7 +32,21 @@ BUSY_TIMEOUT_S = 30.0
 CHECKED_BYTES = 64 * 2**20
 """Up to this size, a ``Ledger`` checks the whole file before it first reads or writes it."""
 
-Kind = Literal["train", "serve", "bench", "generate", "batch", "calibrate", "evaluate", "prepare", "quantize"]
+Kind = Literal[
+    "train",
+    "serve",
+    "bench",
+    "generate",
+    "batch",
+    "calibrate",
+    "evaluate",
+    "prepare",
+    "quantize",
+    "import",
+    "export",
+    "score",
+    "exits",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STATUSES = ("finished", "interrupted", "failed", "partial")
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 WIDTH = 120
 """Longest line of these texts, in columns."""
 
-HEADLINES = ("step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "scored_tok_per_s", "quantize_s", "prepare_s", "startup_s")
+HEADLINES = (
+    "step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "scored_tok_per_s", "quantize_s", "prepare_s", "import_s",
+    "export_s", "startup_s",
+)  # fmt: skip
 """A list shows one number of each run: the first of these names that was measured, else the first that was predicted."""
 
 LEGEND = "error = 100·(predicted − measured) / measured. [low–high] is the interval frozen with the prediction"

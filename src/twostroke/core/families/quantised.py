@@ -92,7 +92,8 @@ def _gguf(quantised: dict[str, Any]) -> str:
 
 
 def _compressed_tensors(quantised: dict[str, Any]) -> str:
-    """The first group of layers decides: its numbers, whether activations are rounded too, and how many share a scale."""
+    """The first group of layers decides: its numbers, whether attention is left out, how many share a scale, and whether
+    activations are rounded too."""
     groups = Reader(quantised).object("config_groups")
     first = Reader(groups).object(next(iter(groups), ""))
     weights = Reader(Reader(first).object("weights"))
@@ -101,13 +102,22 @@ def _compressed_tensors(quantised: dict[str, Any]) -> str:
     fitting = [row for row in SCHEMES.values() if row.element == element and row.planned]
     if not fitting:
         raise _unknown(f"of method {OURS!r} with {bits}-bit {numbers!r:.100} weights")
-    rounded = first.get("input_activations") is not None
-    return min(fitting, key=lambda row: _distance(row, group, rounded)).name
+    rounded, only_experts = first.get("input_activations") is not None, _leaves_attention_out(quantised, first)
+    return min(fitting, key=lambda row: _distance(row, group, rounded, only_experts)).name
 
 
-def _distance(row: Scheme, group: int | None, rounded: bool) -> tuple[int, bool]:
-    """How far a row is from a checkpoint's: first in inputs that share a scale, then in what becomes of activations."""
-    return abs((row.group or 0) - (group or 0)), (row.activations != "bf16") != rounded
+def _leaves_attention_out(quantised: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Whether a pattern of ``ignore`` names attention, or all that is asked for are experts."""
+    ignored, targets = (value if isinstance(value, list) else [] for value in (quantised.get("ignore"), group.get("targets")))
+    patterns = [name for name in ignored if isinstance(name, str) and name.startswith("re:")]
+    return any("attn" in name for name in patterns) or (bool(targets) and all("experts" in str(name) for name in targets))
+
+
+def _distance(row: Scheme, group: int | None, rounded: bool, only_experts: bool) -> tuple[bool, int, bool, bool]:
+    """How far a row is from a checkpoint's: first in what it quantises beside experts, if the checkpoint nothing, then in
+    inputs that share a scale, then in what it leaves in 16 bits, last in what becomes of activations."""
+    more, less = only_experts and not row.experts_only, row.experts_only and not only_experts
+    return more, abs((row.group or 0) - (group or 0)), less, (row.activations != "bf16") != rounded
 
 
 def _unknown(what: str) -> ConfigError:

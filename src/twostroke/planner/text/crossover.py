@@ -60,7 +60,7 @@ def _source_lines(plan: Crossover) -> list[str]:
     lines = []
     if plan.energy is not None:
         grid = plan.energy.grid
-        lines.append(f"CO2 {grid.kind}: {grid.value:g} kg/kWh ({grid.source}; {grid.date})")
+        lines.append(f"CO2 {grid.kind}: {grid.value:g} kg/kWh, PUE included ({grid.source}; {grid.date})")
     if plan.api is not None:
         lines.append(f"API price listed: {plan.api.price.source}; {plan.api.price.date}")
     return lines

@@ -89,7 +89,8 @@ def on_text(n_devices: int, hardware: Hardware) -> str:
 
 def rent_text(n_devices: int, hardware: Hardware) -> str:
     """``8 × $2.95 an hour``."""
-    each = f"${hardware.usd_per_hour.value:.4g} an hour"
+    usd = hardware.usd_per_hour.value
+    each = f"${usd:.2f} an hour" if usd == round(usd, 2) else f"${usd:.4g} an hour"
     return f"{n_devices:,} × {each}" if n_devices > 1 else each
 
 

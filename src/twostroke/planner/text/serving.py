@@ -79,7 +79,7 @@ def results_text(plan: ServingPlan, intervals: Intervals, low_by: float) -> str:
             "$ per 1M tokens out", "cost_per_mtok_usd", format_money(plan.usd_per_mtok),
             f"never idle, at {rent_text(plan.devices, machine)}",
         ),
-        Result("energy of these", "energy_per_mtok_kwh", format_energy(plan.kwh_per_mtok), "of the devices alone"),
+        Result("energy for these 1M", "energy_per_mtok_kwh", format_energy(plan.kwh_per_mtok), "of the devices alone"),
         power_result(plan.devices, plan.watts, machine),
     ]  # fmt: skip
     return "\n".join([results_table(results, intervals, low_by), *notes_lines(plan.notes)])

@@ -108,6 +108,8 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "concurrency": ("concurrency", "serve", _TIME),
     "prepare_s": ("prepare", None, _TIME),
     "quantize_s": ("quantize", None, _TIME),
+    "import_s": ("moving", None, _TIME),
+    "export_s": ("moving", None, _TIME),
     "scored_tok_per_s": ("scoring", None, _RATE),
     "requests_per_s": ("output", "serve", _RATE),
     "elapsed_s": ("output", "serve", _TIME),
@@ -267,6 +269,7 @@ _TIMED = frozenset(
         "energy",
         "prepare",
         "quantize",
+        "moving",
         "scoring",
     }
 )
