@@ -252,8 +252,8 @@ class Departures:
 class ModelSpec:
     """A decoder-only transformer. One letter, one meaning, as in ``docs/notation.md``: V, L, E, H, K, D, F.
 
-    ``moe``, ``mla``, ``indexer``, ``global_attention`` and ``departures`` describe models that can be planned and not yet built
-    (``unbuilt_features``). With latent attention ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query
+    Every model that is described can be planned; ``unbuilt_features`` names what of it neither the decoder nor the engine
+    computes, such as ``indexer`` and ``global_attention``. With latent attention ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query
     heads. Raises ConfigError, naming field, value and rule.
     """
 
