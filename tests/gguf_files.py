@@ -200,12 +200,12 @@ def _add_experts(writer: gguf.GGUFWriter, stored: str, parameter: torch.Tensor, 
         writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", raw.reshape(*part.shape[:2], -1), raw_dtype=kind)
 
 
-def small_file(path: Path, architecture: str, types: dict[str, str] | None = None) -> Path:
+def small_file(path: Path, architecture: str, types: dict[str, str] | None = None, in_each: int = 0) -> Path:
     """A ``gemma3`` or ``phi3`` of two layers, written without transformers: matrices of every quantised type
     (``types``: of those by their names in a layer, Q4_K of the others), a tokenizer of the family's kind, windows and rotary
-    scaling."""
+    scaling. With ``in_each`` in parts of so many tensors beside ``path``, of which the first is returned."""
     E, F, V, heads, head_dim = 256, 512, 64, 4, 64
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=in_each)
     sizes = {
         "context_length": 64, "embedding_length": E, "block_count": 2, "feed_forward_length": F, "attention.head_count": heads,
         "attention.head_count_kv": 2, "attention.sliding_window": 8,
@@ -255,4 +255,4 @@ def small_file(path: Path, architecture: str, types: dict[str, str] | None = Non
         raw = random_blocks(type_name, rows * columns // n_values, i).reshape(rows, -1)
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType[type_name])
     finish(writer)
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if in_each else path

@@ -25,8 +25,11 @@ from twostroke.core.families import all_families, read_spec
 from twostroke.core.recipe import read_recipe
 from twostroke.data.chat import read_chat_template
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer, train_tokenizer
+from twostroke.interop.export_model import export_model
 from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_model import read_gguf
+from twostroke.interop.gguf_parts import names_of_parts
+from twostroke.interop.import_model import import_model
 from twostroke.interop.llama2c import read_llama2c, read_tokenizer_bin
 from twostroke.interop.source import SourceTokenizer
 from twostroke.model.adapters import PEFT_PREFIX
@@ -90,9 +93,39 @@ def quantised_gguf(architecture: str) -> Callable[[Path], Path]:
     return lambda folder: small_file(folder / "quantised.gguf", architecture)
 
 
+def part_of_gguf(number: int) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        first = small_file(folder / "parts.gguf", "phi3", in_each=5)
+        return first.with_name(names_of_parts(first.name)[number - 1])
+
+    return make
+
+
+def experts_gguf(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        export_model(saved(name, folder / "source")[1], folder / "experts.gguf", to="gguf", precision="BF16")
+        shutil.rmtree(folder / "source")
+        return folder / "experts.gguf"
+
+    return make
+
+
+def kept_gguf(file: str) -> Callable[[Path], Path]:
+    """A directory of the matrices of a GGUF file as they are."""
+
+    def make(folder: Path) -> Path:
+        import_model(small_file(folder / "source.gguf", "gemma3"), folder / "model")
+        return folder / "model" / file
+
+    return make
+
+
 def read_gguf_model(folder: Path) -> None:
-    model = read_gguf(next(folder.glob("*.gguf")))
+    model = read_gguf(min(folder.glob("*.gguf")))
     take_all(model.state)
+    if model.codes is not None:
+        for name in model.codes.kinds:
+            model.codes.read(name)
     encode(model.tokenizer if isinstance(model.tokenizer, SourceTokenizer) else None)
 
 
@@ -292,6 +325,12 @@ SUBJECTS: dict[str, Subject] = {
     "gguf_model": Subject(asset("stories260K.gguf"), header_first(20_000), read_gguf_model, True),
     "gguf_gemma3": Subject(quantised_gguf("gemma3"), header_first(4_000), read_gguf_model),
     "gguf_phi3": Subject(quantised_gguf("phi3"), header_first(3_000), read_gguf_model),
+    "gguf_first_part": Subject(part_of_gguf(1), header_first(2_000), read_gguf_model),
+    "gguf_second_part": Subject(part_of_gguf(2), header_first(600), read_gguf_model),
+    "gguf_gpt_oss": Subject(experts_gguf("gpt_oss"), header_first(4_000), read_gguf_model),
+    "gguf_deepseek": Subject(experts_gguf("deepseek_v3"), header_first(4_000), read_gguf_model),
+    "kept_gguf_config": Subject(kept_gguf("config.json"), quantisation, read_model),
+    "kept_gguf_weights": Subject(kept_gguf("model.safetensors"), anywhere, read_model),
     "safetensors": Subject(model_directory("model.safetensors"), safetensors_header, read_model),
     "index": Subject(indexed, as_json, read_model),
     "llama2c": Subject(asset("stories260K.bin"), header_first(64), read_checkpoint, True),

@@ -13,19 +13,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from subjects import SUBJECTS
+from subjects import PUBLISHED, SUBJECTS
 
 import twostroke
 from assets_folder import ASSETS, REPOSITORY
 
 WORKER = Path(__file__).with_name("worker.py")
 COUNTS = {
-    "gguf": 4_000, "gguf_model": 4_000, "gguf_gemma3": 5_000, "gguf_phi3": 5_000,
-    "safetensors": 3_000, "llama2c": 2_500, "tok512": 2_500, "tokenizer_config": 2_500,
-    "tokenizer": 2_500, "config": 30_000, "model_config": 2_500,
-}  # fmt: skip
+    **dict.fromkeys(("gguf", "gguf_model", "gguf_gemma3", "gguf_phi3", "gguf_gpt_oss", "gguf_deepseek"), 10_000),
+    **dict.fromkeys(("gguf_first_part", "gguf_second_part", "kept_gguf_config", "kept_gguf_weights"), 5_000),
+    **dict.fromkeys(("safetensors", "llama2c", "tok512", "tokenizer", "tokenizer_config", "model_config"), 10_000),
+    **dict.fromkeys((f"{name}_{file}" for name in (*PUBLISHED, "int4") for file in ("config", "weights")), 5_000),
+    **dict.fromkeys(("adapter_config", "adapter_own", "adapter_weights"), 4_000),
+    "config": 30_000,
+}
+"""Of each kind of file: 10,000 of every format."""
 OTHERS = 1_000
-"""Of every other kind."""
+"""Of every kind that is no format of models."""
 
 SHARE = 25
 """Of each kind, in the normal suite."""

@@ -494,9 +494,3 @@ def test_an_end_of_turn_is_found_by_its_text_and_a_file_may_have_no_tokenizer(tm
     source = read_gguf(tmp_path / "m.gguf")
     assert source.spec.eos_token_ids == (1, 2)
     assert source.tokenizer is None
-
-
-def test_a_part_of_a_split_file_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", "qwen3", lambda w: w.add_uint16("split.count", 3))
-    with pytest.raises(InputError, match="is one of 3 parts"):
-        read_gguf(tmp_path / "m.gguf")

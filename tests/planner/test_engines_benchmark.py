@@ -12,7 +12,7 @@ from twostroke.core.families import FAMILIES
 from twostroke.core.optimizers import TRAINED
 from twostroke.core.recipe import ModelRecipe, spec_from_recipe
 from twostroke.core.sampling_kinds import SAMPLING_KINDS
-from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
+from twostroke.core.schemes import CACHE_TYPES, NATIVE, SCHEMES, WEIGHTS
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -30,7 +30,8 @@ TRAINING, SERVING = configurations.TRAINING, configurations.SERVING
         (METHODS, {case.method for case in TRAINING}),
         (TRAINING_TYPES, {case.dtype for case in TRAINING}),
         (RECOMPUTATIONS, {case.recomputation for case in TRAINING}),
-        (ASKED, {case.scheme for case in SERVING}),
+        (NATIVE, {case.scheme for case in SERVING}),
+        ([name for name in NATIVE if SCHEMES[name].only_read], set(configurations.GGUF_PRECISIONS)),
         (WEIGHTS, {case.head_dtype for case in SERVING}),
         (CACHE_TYPES, {case.kv_dtype for case in SERVING}),
         (SAMPLING_KINDS, {kind for case in SERVING for kind in case.sampling}),

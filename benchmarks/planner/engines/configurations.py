@@ -16,7 +16,7 @@ from twostroke.core.families import FAMILIES
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.optimizers import TRAINED
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES, SAMPLING_KINDS
-from twostroke.core.schemes import ASKED, CACHE_TYPES, WEIGHTS
+from twostroke.core.schemes import CACHE_TYPES, NATIVE, SCHEMES, WEIGHTS
 
 Case = TypeVar("Case")
 
@@ -170,6 +170,11 @@ LONG = Sizes("long-320", "llama", 4, 320, 5, 5, 4096, max_positions=8448)
 MIDDLE = Sizes("grouped-576", "llama", 12, 576, 9, 3, 16384, 1536)
 WIDE = Sizes("llama-1024", "llama", 4, 1024, 16, 16, 8192)
 SMOL = Sizes("smollm-135m", "llama", 30, 576, 9, 3, 49152, 1536)
+IN_BLOCKS = Sizes("blocks-512", "llama", 6, 512, 8, 2, 8192, 1536)
+"""Whose rows are whole blocks of 256, as GGUF's K types want them."""
+
+GGUF_PRECISIONS = {"int4-k": "Q4_K_M"}
+"""Scheme that no plain weights are rounded to → the GGUF file whose matrices are kept in it."""
 
 WRITTEN_SERVING = (
     ServingCase(DEMO, "bf16", 1, 64),
@@ -196,6 +201,8 @@ WRITTEN_SERVING = (
     ServingCase(LONG, "int8", 2, 8192, kv_dtype="int8"),
     ServingCase(LONG, "bf16", 1, 4096, kv_dtype="int4"),
     ServingCase(MIDDLE, "int8", 16, 256, kv_dtype="int4"),
+    ServingCase(IN_BLOCKS, "int4-k", 1, 128),
+    ServingCase(IN_BLOCKS, "int4-k", 8, 256),
     ServingCase(SMALL_SERVED, "bf16", 2, 128, runner="torch"),
     ServingCase(SMALL_SERVED, "bf16", 4, 128, adapters=True),
     ServingCase(SMOL, "bf16", 16, 64, loras="8,16,q_proj,v_proj"),
@@ -214,7 +221,10 @@ SERVING = (
         # Tokens are drawn: the largest logit of random weights is soon the same one, whose experts then stay in the cache.
         lambda family: ServingCase(Sizes(f"{family}-320", family, 4, 320, 5, 5, 4096), "bf16", 2, 128, sampling=(DRAWN,)),
     ),
-    *default_cases(WRITTEN_SERVING, ASKED, lambda case: case.scheme, lambda scheme: ServingCase(SMALL_SERVED, scheme, 2, 128)),
+    *default_cases(
+        WRITTEN_SERVING, NATIVE, lambda case: case.scheme,
+        lambda scheme: ServingCase(IN_BLOCKS if SCHEMES[scheme].only_read else SMALL_SERVED, scheme, 2, 128),
+    ),
     *default_cases(
         WRITTEN_SERVING, WEIGHTS, lambda case: case.head_dtype,
         lambda head: ServingCase(SMALL_SERVED, "bf16", 1, 64, head_dtype=head),

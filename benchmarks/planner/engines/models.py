@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from configurations import ServingCase, Sizes, TrainingCase
+from configurations import GGUF_PRECISIONS, ServingCase, Sizes, TrainingCase
 
 SOURCE = "stdlib"
 ADAPTED_STEPS = 4
@@ -43,8 +43,11 @@ def model_directory(sizes: Sizes, folder: Path) -> Path:
 
 
 def served_directory(case: ServingCase, folder: Path, environment: dict[str, str]) -> Path:
-    """What the engine opens: the model, or adapters on it that a training of one step has made."""
+    """What the engine opens: the model, a GGUF file of it whose matrices are kept, or adapters on it that a training of a few
+    steps has made."""
     base = model_directory(case.sizes, folder)
+    if case.scheme in GGUF_PRECISIONS:
+        return _kept(base, GGUF_PRECISIONS[case.scheme])
     if not case.adapters:
         return base
     run = folder / "adapted" / base.name
@@ -55,6 +58,19 @@ def served_directory(case: ServingCase, folder: Path, environment: dict[str, str
         command = [sys.executable, str(script), str(recipe), f"train.steps={ADAPTED_STEPS}", f"output={run}"]
         subprocess.run(command, check=True, env=environment, capture_output=True)
     return run
+
+
+def _kept(base: Path, precision: str) -> Path:
+    directory = base.with_name(f"{base.name}-{precision}")
+    if not directory.is_dir():
+        from twostroke.interop.export_model import export_model
+        from twostroke.interop.import_model import import_model
+
+        file = directory.with_suffix(".gguf")
+        export_model(base, file, to="gguf", precision=precision, replace=True)
+        import_model(file, directory)
+        file.unlink()
+    return directory
 
 
 def recipe_of(case: TrainingCase, folder: Path) -> Path:

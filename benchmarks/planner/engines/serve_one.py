@@ -38,6 +38,7 @@ def main(directory: str, case: dict[str, Any]) -> None:
     from twostroke.core.contention import waited_s
     from twostroke.core.engine_settings import EngineSettings
     from twostroke.core.families import read_spec
+    from twostroke.core.schemes import SCHEMES
     from twostroke.engine.core import EngineCore
     from twostroke.ledger.store import Ledger
     from twostroke.planner.hardware.tables import load_hardware
@@ -51,7 +52,8 @@ def main(directory: str, case: dict[str, Any]) -> None:
     scheme, batch, prompt_tokens, output_tokens = (case[k] for k in ("scheme", "batch", "prompt_tokens", "output_tokens"))
     formats = {name: case[name] for name in ("head_dtype", "kv_dtype")}
     longest = prompt_tokens + output_tokens + 64  # for all engines: tables grow with it
-    settings = EngineSettings(dtype=scheme, runner=case["runner"], max_model_len=longest, **formats)
+    dtype = "auto" if SCHEMES[scheme].only_read else scheme  # of a directory that holds it
+    settings = EngineSettings(dtype=dtype, runner=case["runner"], max_model_len=longest, **formats)
     params = {"temperature": 0.0} | {k: v for kind in case["sampling"] for k, v in SAMPLING[kind].items()}
     asked = {"batch": batch, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     asked["sampling"] = SamplingParams(**params).kinds
@@ -61,6 +63,8 @@ def main(directory: str, case: dict[str, Any]) -> None:
     request_bytes = request_kv_bytes(spec, serving_shape(directory, spec, settings, **asked))
     cache = int(max(2 * (batch + 2), n_prompts + 2) * request_bytes)  # each prompt finds pages that none has touched
     shape = serving_shape(directory, spec, replace(settings, kv_cache_bytes=cache), **asked)
+    if dtype == "auto" and shape.scheme != scheme:
+        raise SystemExit(f"{directory} is held in {shape.scheme}, and not in {scheme}.")
     hardware = load_hardware("this", "serve")
     if case["runner"] == "torch":  # as on a machine without the native library
         hardware = replace(hardware, native=None)

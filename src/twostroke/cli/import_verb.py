@@ -18,7 +18,10 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 @app.command()
 def import_(
-    source: str = typer.Argument(help="A llama2.c .bin, a GGUF file, a Hugging Face directory, or a Hub name owner/model."),
+    source: str = typer.Argument(
+        help="A llama2.c .bin, a GGUF file, a Hugging Face directory, or a Hub name: owner/model, owner/model@REVISION, "
+        "owner/model:Q4_K_M or owner/model:FILE.gguf for a GGUF file there."
+    ),
     directory: Path = typer.Argument(help="Directory to write, in Hugging Face layout."),
     tokenizer: str = typer.Option(
         "", help="Tokenizer to use instead of the source's: tokenizer.bin, tokenizer.json or a directory."
@@ -28,6 +31,7 @@ def import_(
         help="Format to store: auto (as it is; of a GGUF file's quantised matrices the codes, where they are computed with, "
         "and bf16 for the rest), fp32, bf16 or fp16.",
     ),
+    revision: str = typer.Option("", help="Branch, tag or commit of a Hub name, the main branch unless given."),
     replace: bool = typer.Option(False, "--replace", help="Replace what is in the directory."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
@@ -35,11 +39,11 @@ def import_(
     from twostroke.interop.import_model import import_model
     from twostroke.planner.truth.recording import recording
 
-    inputs = {"source": source, "directory": str(directory.resolve()), "dtype": dtype}
+    inputs = {"source": source, "directory": str(directory.resolve()), "dtype": dtype, "revision": revision}
     with recording("import", directory.resolve().name, inputs, functools.partial(planned_import, source, dtype), log) as run:
         began = time.perf_counter()
         with progress(f"importing {source}", 1.0) as advance:
-            report = import_model(source, directory, tokenizer or None, dtype, replace, advance)
+            report = import_model(source, directory, tokenizer or None, dtype, replace, advance, revision or None)
         measured = {"import_s": time.perf_counter() - began, "written_bytes": float(report.n_bytes)}
         run.measure(measured)
     lines = [

@@ -11,13 +11,16 @@ from twostroke.core.units import format_bytes
 
 
 def opened_model(model: Path) -> Path:
-    """The directory of ``model``. Of a GGUF file the copy that an earlier command made, if the file has not changed since, else
-    a new one in its place. Raises DataError, and the errors of ``import_model``."""
+    """The directory of ``model``. Of a GGUF file the copy that an earlier command made, if none of its parts has changed since,
+    else a new one in its place. Raises DataError, and the errors of ``import_model``."""
     if not _is_gguf(model):
         return model_directory(model)
-    file = model.resolve()
-    status = file.stat()
-    state = " ".join(map(str, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)))
+    from twostroke.interop.gguf_parts import names_of_parts
+
+    file = model.absolute()  # links stay: the Hub's cache gives the files that they lead to names of their own
+    parts = [part for name in names_of_parts(file.name) if (part := file.with_name(name)).is_file()]
+    states = [(each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in map(Path.stat, parts)]
+    state = " ".join(str(number) for each in states for number in each)
     folder = imported_dir() / hashlib.sha256(str(file).encode(errors="surrogateescape")).hexdigest()[:32]
     directory, mark = folder / file.stem, folder / "source"
     if mark.is_file() and mark.read_text(encoding="utf-8") == state and (directory / "config.json").is_file():

@@ -252,8 +252,8 @@ class Departures:
 class ModelSpec:
     """A decoder-only transformer. One letter, one meaning, as in ``docs/notation.md``: V, L, E, H, K, D, F.
 
-    ``moe``, ``mla``, ``indexer``, ``global_attention`` and ``departures`` describe models that can be planned and not yet built
-    (``unbuilt_features``). With latent attention ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query
+    Every model can be planned; ``unbuilt_features`` names what decoder and engine do not compute, such as ``indexer`` and
+    ``global_attention``. With latent attention ``head_dim`` is the width of a rebuilt key, ``n_kv_heads`` the number of query
     heads. Raises ConfigError, naming field, value and rule.
     """
 
@@ -286,7 +286,7 @@ class ModelSpec:
     mla: Annotated[MlaSpec | None, "latent attention, where it is used"] = None
     indexer: Annotated[IndexerSpec | None, "sparse attention, where it is used"] = None
     global_attention: Annotated[GlobalAttention | None, "another shape of unwindowed layers"] = None
-    departures: Annotated[Departures, "what the decoder does not build"] = Departures()
+    departures: Annotated[Departures, "from Llama's block"] = Departures()
     checkpoint_scheme: Annotated[str | None, "format of the published weights where it is quantised"] = field(
         default=None, compare=False
     )

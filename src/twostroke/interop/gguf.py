@@ -36,11 +36,12 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One row of the tensor table. ``shape`` is in torch's order, the reverse of ggml's."""
+    """One row of the tensor table. ``shape`` is in torch's order, the reverse of ggml's; ``data`` is the mapped file."""
 
     name: str
     kind: TensorType
     shape: tuple[int, ...]
+    data: mmap.mmap
     start: int
     n_bytes: int
 
@@ -190,13 +191,13 @@ class GgufFile:
                     f"{self.path} is {len(self._data)} bytes, but tensor {name!r:.80} ends at {data_start + end}. "
                     "The file is truncated: copy or download it again."
                 )
-            tensors[name] = GgufTensor(name, kind, shape, data_start + offset, n_bytes)
+            tensors[name] = GgufTensor(name, kind, shape, self._data, data_start + offset, n_bytes)
         return tensors
 
     def raw(self, name: str) -> np.ndarray:
         """The bytes of the tensor ``name``, mapped from the file."""
         info = self.tensors[name]
-        return np.frombuffer(self._data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
+        return np.frombuffer(info.data, dtype=np.uint8, count=info.n_bytes, offset=info.start)
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """The tensor ``name``. F32, F16 and BF16 are read as they are; quantised types as the numbers that they stand for,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twostroke.core.errors import CorruptFileError, InputError
+from twostroke.core.errors import CorruptFileError
 from twostroke.core.families import layout
 from twostroke.core.families.experts import prediction_layers_left_out
 from twostroke.core.families.weights import Entry, tensors
@@ -22,6 +22,7 @@ from twostroke.interop.gguf import GgufFile
 from twostroke.interop.gguf_codes import coded_rows, read_rows
 from twostroke.interop.gguf_families import ROPE_DIVISORS, ROPE_FACTORS, GgufFamily, names_in, row_of, spec_of
 from twostroke.interop.gguf_metadata import Metadata
+from twostroke.interop.gguf_parts import open_gguf
 from twostroke.interop.gguf_tokenizer import read_tokenizer
 from twostroke.interop.source import SourceModel, halves_from_pairs
 from twostroke.model.families import read_entry
@@ -31,17 +32,14 @@ from twostroke.model.published.registry import holding
 
 
 def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
-    """The model and tokenizer in ``path``. Quantised matrices are read in fp32, or in bf16 where ``dtype`` is "bf16" or "auto";
-    with "auto" those that our engine computes with as they are can be had so.
+    """The model and tokenizer in ``path``, which may be any of its parts. Quantised matrices are read in fp32, or in bf16 where
+    ``dtype`` is "bf16" or "auto"; with "auto" those that our engine computes with as they are can be had so.
 
-    Raises CorruptFileError for a file that breaks the format or lacks something, UnsupportedFamilyError and ConfigError for
-    what is not supported. All are raised before any weight is read.
+    Raises InputError for a missing part, CorruptFileError for a file that breaks the format or lacks something,
+    UnsupportedFamilyError and ConfigError for what is not supported. All are raised before any weight is read.
     """
-    file = GgufFile(path)
+    file = open_gguf(path)
     metadata = Metadata(file)
-    n_parts = metadata.integer("split.count", 0)
-    if n_parts > 1:
-        raise InputError(f"{path} is one of {n_parts} parts. Join them, for example with llama.cpp's llama-gguf-split --merge.")
     row = row_of(metadata)
     spec = spec_of(row, metadata)
     spec.require_buildable()

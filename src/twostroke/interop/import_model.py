@@ -15,7 +15,7 @@ from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import layout, read_config
 from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
 from twostroke.interop.gguf_model import read_gguf
-from twostroke.interop.hub import download, is_hub_name
+from twostroke.interop.hub import download, hub_name
 from twostroke.interop.llama2c import read_llama2c
 from twostroke.interop.peft import read_peft
 from twostroke.interop.source import SourceModel, SourceTokenizer
@@ -50,10 +50,13 @@ def import_model(
     dtype: str = "auto",
     replace: bool = False,
     progress: Callable[[float, str], None] | None = None,
+    revision: str | None = None,
 ) -> ImportReport:
     """Read ``source`` and write it to ``directory`` in Hugging Face layout.
 
-    ``source`` is a llama2.c ``.bin``, a GGUF file, a Hugging Face directory or a Hub name; its content decides which.
+    ``source`` is a llama2.c ``.bin``, a GGUF file or any of its parts, a Hugging Face directory or a Hub name; its content
+    decides which. ``owner/name@revision`` is a Hub name at a branch, tag or commit, as with ``revision``;
+    ``owner/name:Q4_K_M`` and ``owner/name:FILE.gguf`` mean a GGUF file there.
     ``tokenizer`` replaces the source's own. It is a llama2.c ``tokenizer.bin``, a ``tokenizer.json`` or a directory with one.
     ``dtype`` "auto" keeps every weight exactly, so it is fp32 if formats are mixed. The blocks' quantised matrices of a GGUF
     file stay as they are (``model.published.gguf``) if our engine computes with the codes of any; other quantised weights are
@@ -68,7 +71,7 @@ def import_model(
     chosen = Path(tokenizer).expanduser() if tokenizer is not None else None
     if chosen is not None and not chosen.exists():
         raise InputError(f"tokenizer {chosen} does not exist. Give a tokenizer.json, a tokenizer.bin or a folder with one.")
-    model = _read(source, chosen, dtype)
+    model = _read(source, chosen, dtype, revision)
     stored = model.auto or model.dtype if dtype == "auto" else dtype
     notes, kept = list(model.notes), model.codes
     if kept is not None:
@@ -122,15 +125,22 @@ class CheckedState(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def _read(source: str | Path, tokenizer: Path | None, dtype: str) -> SourceModel:
+def _read(source: str | Path, tokenizer: Path | None, dtype: str, revision: str | None) -> SourceModel:
     path = Path(source).expanduser()
+    if revision is not None and path.exists():
+        raise ConfigError(f"revision={revision!r} is of a model on the Hub, and {path} is a path that exists. Leave it out.")
     if path.is_dir():
         return _read_directory(path)
     if path.is_file():
         return _read_file(path, tokenizer, dtype)
-    if isinstance(source, str) and is_hub_name(source):
-        return _read_directory(download(source))
-    raise InputError(f"{path} does not exist, and is not a Hub name of the form owner/name. Check the path.")
+    name = hub_name(source, revision) if isinstance(source, str) else None
+    if name is not None:
+        found = download(name)
+        return _read_directory(found) if found.is_dir() else _read_file(found, tokenizer, dtype)
+    raise InputError(
+        f"{path} does not exist, and is not a Hub name of the form owner/name, owner/name@revision or owner/name:Q4_K_M. Check "
+        "the path."
+    )
 
 
 def _read_file(path: Path, tokenizer: Path | None, dtype: str) -> SourceModel:
