@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
 from cases import SHAPES
 from models import write_model
-from servers import CONTEXT, ROOT, VARIANTS, Model, Server, machine, server
+from servers import CONTEXT, ON_REQUEST, ROOT, VARIANTS, Model, Server, machine, server
 from tables import write_summary
 
 from twostroke.bench.definitions import LoadSummary
@@ -246,7 +246,8 @@ def main() -> None:
     model = make_model(args.shape, args.models.resolve())
     assert SHAPES[args.shape].config()["max_position_embeddings"] >= CONTEXT
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [(e, v) for e in args.servers for v in VARIANTS[e] if not args.variants or v in args.variants]
+    asked = args.variants or [variant for variants in VARIANTS.values() for variant in variants]
+    chosen = [(e, v) for e in args.servers for v in (*VARIANTS[e], *ON_REQUEST.get(e, ())) if v in asked]
     with tempfile.TemporaryDirectory() as folder:
         servers: list[Server] = []
         offline: dict[str, Offline] = {}

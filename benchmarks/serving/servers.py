@@ -30,6 +30,9 @@ VARIANTS = {
 }
 """int8 is W8A8 of ours and of vLLM's, and Q8_0 of llama.cpp; ``-head8`` holds the output head in int8 as well."""
 
+ON_REQUEST = {"twostroke": ("bf16-unbounded",)}
+"""Variants that are measured where ``--variants`` names them: ``-unbounded`` is without the bound of steps with prompts."""
+
 
 @dataclass
 class Model:
@@ -130,6 +133,7 @@ def server(engine: str, variant: str, model: Model, peers: Path, folder: Path) -
     if engine == "twostroke":
         command = [sys.executable, "-P", "-m", "twostroke", "serve", str(directory), "--port", str(port), "--dtype", scheme]
         command += ["--served-name", "model", *(["--head-dtype", "int8"] if variant.endswith("head8") else [])]
+        command += ["--max-step-ratio", "off"] if variant.endswith("unbounded") else []
         own = {"PYTHONPATH": str(ROOT / "src")}
     elif engine == "vllm":
         # Not the command ``vllm``: it looks for a package of that name, and the build for CPUs is called otherwise.

@@ -1,10 +1,10 @@
-"""How much of prompts a step holds in which requests decode: so much that it takes at most a multiple of the step without."""
+"""How much of prompts a step holds in which requests decode: so much that it takes at most a multiple of the step without, and
+more where many wait for their first token."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +20,6 @@ _MOST_SURPRISE = 1.0
 """Nats that one step may surprise by: a step that the system interrupted says nothing of the next."""
 
 
-_GAPS, _EVERY = 256, 16
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -54,8 +53,11 @@ class StepCosts:
 
 
 class Pace:
-    """Bounds prompts beside decoding requests by ``ratio``: a step takes at most so many times what it would take without them.
-    At least a page's tokens of a prompt are computed all the same, so that no prompt waits for good.
+    """Bounds prompts beside ``n`` decoding requests: a step takes at most ``ratio``·(1 + others ÷ n) times what it takes without
+    them, where ``others`` wait for their first token beside the one whose prompt is computed. A step that is longer by a second
+    is a second for everyone: bounded by those who decode alone, the steps of a few would be short and everybody else would wait
+    behind them, until nearly all wait (benchmarks/serving). At least a page's tokens are computed of a prompt all the same, so
+    that none waits for good.
 
     ``costs`` are corrected by steps that were measured (``saw``). Only the ratio of the two kinds of steps matters, so the
     speed of the machine, which other programs change, is told apart from what is wrong with steps that hold prompts. Raises
@@ -67,42 +69,25 @@ class Pace:
         self.costs, self.ratio, self.page_tokens = costs, ratio, page_tokens
         self._speed, self._n_seen = 0.0, 0
         self._error, self._n_errors = 0.0, 0
-        self._gaps: deque[tuple[float, int]] = deque(maxlen=_GAPS)
-        self._n_passed = 0
-        self.median_s = 0.0
 
-    def beside(self, decoding: Sequence[Request]) -> Room:
-        """The room of a step in which these requests decode."""
-        return Room(self, len(decoding), sum([r.n_computed for r in decoding]))
+    def beside(self, decoding: Sequence[Request], others: int) -> Room:
+        """The room of a step in which these requests decode while ``others`` wait beside one whose prompt is computed."""
+        return Room(self, len(decoding), sum([r.n_computed for r in decoding]), others)
 
-    def tokens_beside(self, n: int, context: float, start: int = 0) -> int:
+    def tokens_beside(self, n: int, context: float, others: int = 0, start: int = 0) -> int:
         """Tokens of one long prompt, behind ``start`` of it, in a step in which ``n`` requests decode behind ``context`` tokens
         each."""
-        return Room(self, n, n * context).take(start, self.costs.rows[-1])
+        return Room(self, n, n * context, others).take(start, self.costs.rows[-1])
 
-    def limit_s(self, n: int, keys: float) -> float:
+    def limit_s(self, n: int, keys: float, others: int) -> float:
         """What a step with prompts may take, in seconds as ``costs`` has them of such steps."""
-        usual_s = max(self.costs.decode(n, keys), self.median_s * math.exp(-self._speed))
-        return self.ratio * usual_s * math.exp(-self._error)
-
-    def passed(self, n: int, seconds: float) -> None:
-        """A step in which ``n`` requests decoded took so long: as many gaps between tokens."""
-        self._gaps.append((seconds, n))
-        self._n_passed += 1
-        if self._n_passed % _EVERY == 0:
-            half, before = sum([n for _, n in self._gaps]) / 2, 0
-            for gap_s, n in sorted(self._gaps):
-                before += n
-                if before >= half:
-                    self.median_s = gap_s
-                    break
+        return self.ratio * (1 + others / n) * self.costs.decode(n, keys) * math.exp(-self._error)
 
     def saw(self, step: ScheduledStep, seconds: float) -> None:
         """``step`` took ``seconds``."""
         n = step.n_decodes
         if n == 0 or step.drafts or seconds <= 0:
             return
-        self.passed(n, seconds)
         keys = sum(step.starts[:n])
         if n == len(step.requests):
             found = math.log(seconds / self.costs.decode(n, keys)) - self._speed
@@ -122,9 +107,9 @@ class Pace:
 class Room:
     """What prompts may still take of one step."""
 
-    def __init__(self, pace: Pace, n_decodes: int, keys: float) -> None:
+    def __init__(self, pace: Pace, n_decodes: int, keys: float, others: int = 0) -> None:
         self._pace, self._rows, self._keys, self._pairs = pace, n_decodes, keys, 0.0
-        self._limit_s = pace.limit_s(n_decodes, keys)
+        self._limit_s = pace.limit_s(n_decodes, keys, others)
         self._empty = True
 
     def take(self, start: int, most: int) -> int:

@@ -293,7 +293,7 @@ class Scheduler:
                 continue  # it loads further pages in the next step
             n = self._chunk(self._due(request), budget)
             if n and n_decodes and self.pace is not None:
-                room = room or self.pace.beside(requests[:n_decodes])
+                room = room or self.pace.beside(requests[:n_decodes], self._others(request))
                 fits = room.take(request.n_computed, n)
                 if fits < n:
                     budget = n = fits  # nothing goes behind it, neither prompts nor drafts
@@ -327,6 +327,12 @@ class Scheduler:
                 self.abandon(step)
                 raise
         return step
+
+    def _others(self, one: Request) -> int:
+        """Requests beside ``one`` that wait for their first token, without those put behind it."""
+        first = self._waiting.first()
+        n_waiting = 0 if first is None or first.priority > one.priority else self.n_waiting
+        return n_waiting + sum([r.priority <= one.priority for r in self._prefilling]) - 1
 
     def _not_behind(self, ahead: int) -> list[Request]:
         """The decoding requests that a prompt of priority ``ahead`` does not go before. Sequences of a search stay together."""

@@ -378,8 +378,6 @@ class _Run:
         self._receive()
         self.sent_s = max(self.front_free_s, self.now)
         if n:
-            if self.scheduler.pace is not None:
-                self.scheduler.pace.passed(n, seconds)
             gaps, older = self.times.itl, self.n_decoding
             for at_s, count in self.fresh.items():
                 gaps[self.sent_s - at_s] += count
