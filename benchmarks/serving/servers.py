@@ -126,7 +126,7 @@ class Server:
 
 
 def server(engine: str, variant: str, model: Model, peers: Path, folder: Path) -> Server:
-    port = _free_port()
+    port = free_port()
     own = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     scheme = "int8" if variant.startswith("int8") else "bf16"
     directory = model.int8 if scheme == "int8" else model.bf16
@@ -168,7 +168,7 @@ SCHEMA = {
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "goods", "schema": SCHEMA}}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

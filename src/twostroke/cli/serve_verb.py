@@ -90,7 +90,7 @@ def serve(
     otlp_endpoint: str | None = typer.Option(
         None, help="URL of an OpenTelemetry collector that gets a trace of each request, as http://localhost:4318."
     ),
-    grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
+    grace_s: float = typer.Option(30.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Serve a model over the OpenAI-compatible HTTP interface until SIGTERM or Ctrl-C.
