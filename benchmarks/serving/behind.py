@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -52,7 +51,18 @@ def versions_of(before: Path | None, model: Model, folder: Path) -> list[Server]
         if root is not None:
             port, files = free_port(), folder / name / str(uuid.uuid4())
             files.mkdir(parents=True)
-            command = [sys.executable, "-P", "-m", "twostroke", "serve", str(model.bf16), "--port", str(port), "--dtype", "bf16"]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "twostroke",
+                "serve",
+                str(model.bf16),
+                "--port",
+                str(port),
+                "--dtype",
+                "bf16",
+            ]
             command += ["--served-name", "model", "--files-dir", str(files)]
             found.append(Server("twostroke", name, command, {"PYTHONPATH": str(root / "src")}, folder / name, port))
     return found
@@ -64,7 +74,11 @@ def load(chosen: Server, model: Model, seed: int, beside: bool) -> dict[str, Any
         batch: dict[str, Any] = {}
         if beside:
             content = batch_file(10_000, seed)
-            file = web.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).raise_for_status().json()
+            file = (
+                web.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+                .raise_for_status()
+                .json()
+            )
             asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
             batch = web.post("/v1/batches", json=asked).raise_for_status().json()
             while batch["status"] != "in_progress":
@@ -143,7 +157,8 @@ def main() -> None:
                         row = {"version": one.variant, "beside": beside, "round": args.seed + number, **values}
                         with (args.out / "raw.jsonl").open("a", encoding="utf-8") as stream:
                             stream.write(json.dumps(row) + "\n")
-                        shown = {k: round(v, 4) for k, v in values.items() if isinstance(v, float) and k.startswith(("ttft", "batch"))}
+                        chosen = {k: v for k, v in values.items() if k.startswith(("ttft_m", "ttft_p", "batch"))}
+                        shown = {k: round(v, 4) for k, v in chosen.items()}
                         print(one.variant, "beside" if beside else "alone", shown, flush=True)
         finally:
             for one in servers:

@@ -35,7 +35,7 @@ def planned_pace(directory: Path, spec: ModelSpec, settings: EngineSettings, con
         return pace_of(strategy.step_seconds, settings.max_step_ratio, config.token_budget, config.page_tokens)
     if settings.max_step_ratio != "auto":
         raise ConfigError(
-            f"max_step_ratio={settings.max_step_ratio} bounds steps by their planned times, and this machine was not calibrated. "
-            "Run `twostroke calibrate --only serve`, or leave it out."
+            f"max_step_ratio={settings.max_step_ratio} bounds steps by their planned times, and this machine was not "
+            "calibrated. Run `twostroke calibrate --only serve`, or leave it out."
         )
     return None

@@ -13,12 +13,11 @@ from twostroke.scheduling.request import Request
 from twostroke.scheduling.step import ScheduledStep
 
 _OF_SPEED, _OF_PROMPTS = 0.1, 0.02
-"""Shares of a surprise that the machine's speed and the prediction's error of steps with prompts take. Speed comes and goes with
-other programs and cancels in a ratio; the error stays."""
+"""Shares of a surprise that the machine's speed and the prediction's error of steps with prompts take. Speed comes and goes
+with other programs and cancels in a ratio; the error stays."""
 
 _MOST_SURPRISE = 1.0
 """Nats that one step may surprise by: a step that the system interrupted says nothing of the next."""
-
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,10 @@ class StepCosts:
 
 
 class Pace:
-    """Bounds prompts beside ``n`` decoding requests: a step takes at most ``ratio``·(1 + others ÷ n) times what it takes without
-    them, where ``others`` wait for their first token beside the one whose prompt is computed. A step that is longer by a second
-    is a second for everyone: bounded by those who decode alone, the steps of a few would be short and everybody else would wait
-    behind them, until nearly all wait (benchmarks/serving). At least a page's tokens are computed of a prompt all the same, so
-    that none waits for good.
+    """Bounds prompts beside ``n`` decoding requests: a step takes at most ``ratio``·(1 + others ÷ n) times what it takes
+    without them, where ``others`` wait for their first token beside the one whose prompt is computed. If only those who decode
+    counted, the steps of a few would be short and everybody else would wait behind them, until nearly all wait (decision 132).
+    At least a page's tokens are computed of a prompt all the same, so that none waits for good.
 
     ``costs`` are corrected by steps that were measured (``saw``). Only the ratio of the two kinds of steps matters, so the
     speed of the machine, which other programs change, is told apart from what is wrong with steps that hold prompts. Raises

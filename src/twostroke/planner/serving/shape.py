@@ -72,7 +72,9 @@ class ServingShape:
     max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
     token_budget: Annotated[int, "most tokens of a step; 0: the engine's default"] = 0
     max_running: Annotated[int, "most requests of a step; 0: the engine's default"] = 0
-    max_step_ratio: Annotated[str, "times as long as prompts may make a step of our engine beside others: auto, off or a number"] = "auto"
+    max_step_ratio: Annotated[
+        str, "times as long as prompts may make a step of our engine beside others: auto, off or a number"
+    ] = "auto"
     tensor: Annotated[int, "ranks of tensor parallelism"] = 1
     pipeline: Annotated[int, "stages"] = 1
     expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1

@@ -145,8 +145,8 @@ def simulate(
     one_by_one: bool = False,
 ) -> Simulated:
     """Serve ``workload`` on one copy of a model whose cache has ``pages``. ``max_running`` and ``token_budget`` replace the
-    policy's. Requests and tokens go through ``front``, None: at once. ``pace`` bounds prompts beside requests that decode. Raises CapacityError for a request that never
-    fits."""
+    policy's. Requests and tokens go through ``front``, None: at once. ``pace`` bounds prompts beside requests that decode.
+    Raises CapacityError for a request that never fits."""
     budget = token_budget or policy.token_budget
     config = SchedulerConfig(
         token_budget=budget,
