@@ -111,7 +111,7 @@ def write_summary(folder: Path) -> None:
         "together: each is the same arrivals alone and beside a batch.", "",
         f"Poisson arrivals at {RATE} a second, prompts of {PROMPT} and answers of {OUTPUT} tokens; the batch has prompts of "
         f"{BATCH_PROMPT} and answers of {BATCH_OUTPUT}.", "",
-        "| version | beside a batch | requests | TTFT median | p90 | p99 | p99 moves (aim: 5%) | TPOT median | batch requests/s |",
+        "| version | beside a batch | requests | TTFT median | p90 | p99 | p99 moves (aim: 5%) | TPOT median | batch req/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for version in dict.fromkeys(row["version"] for row in rows):

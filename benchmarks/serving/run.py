@@ -161,7 +161,7 @@ class Benchmark:
     def mixed(self, servers: list[Server], _: dict[str, Offline]) -> None:
         for chosen in servers:
             if self.in_time():
-                result = self.load(chosen, users=16, n_requests=48, prompt_tokens=(10, 4000), seed=self.round)
+                result = self.load(chosen, users=16, n_requests=self.args.requests, prompt_tokens=(10, 4000), seed=self.round)
                 self.record("mixed", chosen.engine, chosen.variant, {"users": 16, **values_of(result)})
 
     def prefix(self, servers: list[Server], _: dict[str, Offline]) -> None:
@@ -236,6 +236,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--variants", nargs="+", default=[], help="Only these, of all servers.")
     parser.add_argument("--users", type=int, nargs="+", default=[], help="Of the case throughput: only these.")
+    parser.add_argument("--requests", type=int, default=48, help="Of the case mixed.")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=11.0, help="After so long nothing new is begun.")
     parser.add_argument("--prepare", action="store_true", help="Make the models, start each server once, and end.")
