@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[], help="Of the case throughput: only these.")
     parser.add_argument("--requests", type=int, default=48, help="Of the case mixed.")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="Number of the first round: odd ones go backwards.")
     parser.add_argument("--minutes", type=float, default=11.0, help="After so long nothing new is begun.")
     parser.add_argument("--prepare", action="store_true", help="Make the models, start each server once, and end.")
     parser.add_argument("--out", type=Path, required=True)
@@ -276,7 +277,7 @@ def main() -> None:
                         offline[one.variant] = Offline(model.int8 if scheme == "int8" else model.bf16, settings)
                         offline[one.variant].pause()
             benchmark.began = time.perf_counter()
-            for benchmark.round in range(args.rounds):
+            for benchmark.round in range(args.first, args.first + args.rounds):
                 for case in args.cases:
                     if benchmark.in_time():
                         in_turn = servers if benchmark.round % 2 == 0 else servers[::-1]

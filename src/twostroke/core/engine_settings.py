@@ -133,7 +133,7 @@ class EngineSettings:
     max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING, "--max-running")
     token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET, "--token-budget")
     max_step_ratio: str = _choice(
-        "While requests decode, prompts may make a step so many times as long",
+        "Times as long as prompts may make a step in which requests decode, above 1",
         (OFF,),
         "--max-step-ratio",
         begins=(("", "RATIO"),),
