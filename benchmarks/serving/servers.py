@@ -30,6 +30,9 @@ VARIANTS = {
 }
 """int8 is W8A8 of ours and of vLLM's, and Q8_0 of llama.cpp; ``-head8`` holds the output head in int8 as well."""
 
+ON_REQUEST = {"twostroke": ("bf16-unbounded",)}
+"""Variants that are measured where ``--variants`` names them: ``-unbounded`` is without the bound of steps with prompts."""
+
 
 @dataclass
 class Model:
@@ -123,13 +126,14 @@ class Server:
 
 
 def server(engine: str, variant: str, model: Model, peers: Path, folder: Path) -> Server:
-    port = _free_port()
+    port = free_port()
     own = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     scheme = "int8" if variant.startswith("int8") else "bf16"
     directory = model.int8 if scheme == "int8" else model.bf16
     if engine == "twostroke":
         command = [sys.executable, "-P", "-m", "twostroke", "serve", str(directory), "--port", str(port), "--dtype", scheme]
         command += ["--served-name", "model", *(["--head-dtype", "int8"] if variant.endswith("head8") else [])]
+        command += ["--max-step-ratio", "off"] if variant.endswith("unbounded") else []
         own = {"PYTHONPATH": str(ROOT / "src")}
     elif engine == "vllm":
         # Not the command ``vllm``: it looks for a package of that name, and the build for CPUs is called otherwise.
@@ -164,7 +168,7 @@ SCHEMA = {
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "goods", "schema": SCHEMA}}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

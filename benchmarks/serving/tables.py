@@ -22,7 +22,7 @@ def write_summary(folder: Path) -> None:
     features = ", ".join(versions["features"])
     lines = [
         f"{versions['cpu']}, family {versions['cpu_family']} model {versions['cpu_model']}, {versions['processors']} "
-        f"processors ({features}); Twostroke {versions['twostroke']}; {', '.join(versions['vllm'])}; "
+        f"processors ({features}); Twostroke {versions['twostroke']}; {', '.join(versions['vllm']) or 'no vLLM'}; "
         f"{versions['llama.cpp']}; load {versions['load_average_at_start']:.1f} at the start. All measured; medians over "
         "rounds.",
     ]

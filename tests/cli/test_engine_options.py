@@ -42,6 +42,7 @@ def test_words_of_settings_give_them_back() -> None:
         kv_cache_bytes=3 * 2**28 + 4096,
         max_running=7,
         token_budget=70,
+        max_step_ratio="1.5",
         n_threads=3,
         lora_memory_bytes=2**29,
         kv_dir="a folder",

@@ -26,6 +26,13 @@ def test_only_what_was_changed_is_told() -> None:
     assert EngineSettings(max_running=3, dtype="auto").changed() == {"max_running": 3}
 
 
+@pytest.mark.parametrize("ratio", ["1", "1.0", "0.5", "-2", "nan", "2x", ""])
+def test_a_step_ratio_that_leaves_no_room_or_is_no_number_is_refused(ratio: object) -> None:
+    with pytest.raises(ConfigError, match="max_step_ratio"):
+        EngineSettings(max_step_ratio=ratio)  # type: ignore[arg-type]
+    assert EngineSettings(max_step_ratio="1.25").changed() == {"max_step_ratio": "1.25"}
+
+
 def test_unknown_settings_and_types_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="engine settings key max_runing is not known"):
         engine_settings('{"max_runing": 3}')

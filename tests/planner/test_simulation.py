@@ -18,8 +18,10 @@ from twostroke.planner.serving.drawn import Gamma, Lognormal, Uniform
 from twostroke.planner.serving.http import FrontEnd
 from twostroke.planner.serving.policies import AT_ONCE, POLICIES, Taking, policy_of
 from twostroke.planner.serving.simulation import simulate
+from twostroke.planner.serving.step_costs import step_costs
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.serving.workload import Arrival, Turns, Workload
+from twostroke.scheduling.pace import Pace
 
 PAGES = 10**5
 
@@ -63,14 +65,15 @@ TAKINGS = (
 @given(
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from((30, 60, 2000)), st.sampled_from((2, 8, 64)),
     st.sampled_from((64, 512)), st.sampled_from((None, 64)), st.sampled_from((None, FrontEnd(0.0, 2e-3), FrontEnd(3e-3, 1e-3))),
-    st.sampled_from(TAKINGS),
+    st.sampled_from(TAKINGS), st.sampled_from((None, 1.1, 2.0)),
 )  # fmt: skip
 @settings(max_examples=160, deadline=None)
 def test_steps_taken_at_once_give_what_they_give_one_by_one(
     workload: Workload, engine: str, pages: int, max_running: int, token_budget: int, window: int | None,
-    front: FrontEnd | None, taking: Taking | None,
+    front: FrontEnd | None, taking: Taking | None, ratio: float | None,
 ) -> None:  # fmt: skip
-    limits = {"max_running": max_running, "token_budget": token_budget, "window": window, "front": front}
+    pace = None if ratio is None else Pace(step_costs(seconds, token_budget), ratio, 16)
+    limits = {"max_running": max_running, "token_budget": token_budget, "window": window, "front": front, "pace": pace}
     policy = dataclasses.replace(POLICIES[engine], taking=taking or POLICIES[engine].taking)
     pages = max(pages, workload.longest // 16 + 2)  # conversations are longer than single requests
     at_once, one_by_one = (simulate(workload, policy, seconds, pages, one_by_one=slowly, **limits) for slowly in (False, True))

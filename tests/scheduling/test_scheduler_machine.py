@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from twostroke.core.errors import CapacityError
 from twostroke.scheduling.beams import Beams
+from twostroke.scheduling.pace import Pace, StepCosts
 from twostroke.scheduling.request import Request, Status
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
@@ -26,6 +27,8 @@ PROMPTS = st.one_of(
     st.builds(lambda base, n, tail: base[:n] + tail, st.sampled_from(BASES), st.integers(6, 30), st.lists(TOKENS, max_size=3)),
 )
 
+
+COSTS = StepCosts((1, 8, 64), (1.0, 1.2, 2.0), (1.0, 1.5, 5.0), 1e-3, 1e-3)
 
 Content = tuple[int | bytes, ...] | None
 """Weights, and a prefix."""
@@ -99,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scored_rows=st.sampled_from((None, 1, 3)),
         draft_rows=st.sampled_from((0, 2, 9)),
         below=st.sampled_from((False, True, True)),
+        ratio=st.sampled_from((None, 1.1, 3.0)),
     )
     def start(
         self,
@@ -112,13 +116,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         scored_rows: int | None,
         draft_rows: int,
         below: bool,
+        ratio: float | None,
     ) -> None:
         limits = (max_running + spare, max_running, page_tokens, n_pages, max_model_len)
         self.config = SchedulerConfig(*limits, window, separate, scored_rows, draft_rows=draft_rows)
         self.now = 0.0
         self.below = Below(self) if below else None
         self.belows = {b"": self.below}  # by weights
-        self.scheduler = Scheduler(self.config, lower=self.below)
+        pace = None if ratio is None else Pace(COSTS, ratio, page_tokens)
+        self.scheduler = Scheduler(self.config, lower=self.below, pace=pace)
         self.cache: list[list[Content]] = [[None] * page_tokens for _ in range(n_pages)]
         self.step: ScheduledStep | None = None
         self.tables: dict[int, list[int]] = {}  # by slot, as an engine keeps them that reads only ``grown``
@@ -260,7 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(step.counts) == step.n_tokens <= self.config.token_budget
         assert len(set(step.by_request())) == len(step.requests) <= self.config.max_running
         assert sum(map(len, step.drafts.values())) <= self.config.draft_rows
-        assert due <= set(step.by_request()) | set(step.preempted)  # no decode is starved
+        ahead = min((r.priority for r in step.requests[step.n_decodes :]), default=math.inf)
+        behind = {r.id for r in running if r.priority > ahead}
+        assert due <= set(step.by_request()) | set(step.preempted) | behind  # no decode is starved
         for beams in together:  # a search's sequences decode in the same steps, or are preempted at once
             assert beams.folded or {r.id for r in beams.live} <= set(step.by_request())
         SchedulerMachine.n_folded += (scheduler.n_preemptions > n_preemptions) and any(beams.folded for beams in together)

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--max-concurrent", type=int, default=128)
-    parser.add_argument("--grace-s", type=float, default=90.0)
+    parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--files-dir", type=Path)
     parser.add_argument("--admin", action="store_true")

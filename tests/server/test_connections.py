@@ -258,7 +258,15 @@ def test_an_answer_that_is_read_slowly_is_whole(fast: Served) -> None:
 def test_unread_answers_take_bounded_memory_and_do_not_hold_up_the_end(
     echo_model: Path, tmp_path: Path, options: list[str]
 ) -> None:
-    settings = [*options, "--set", "service.OUTGOING_BYTES=50000000", "--set", "connections.STOPPING_SEND_TIMEOUT_S=1"]
+    settings = [
+        *options,
+        "--grace-s",
+        "90",
+        "--set",
+        "service.OUTGOING_BYTES=50000000",
+        "--set",
+        "connections.STOPPING_SEND_TIMEOUT_S=1",
+    ]
     with echo_server(echo_model, tmp_path, settings) as served, contextlib.ExitStack() as open_ones:
         process = psutil.Process(served.process.pid)
         before = process.memory_info().rss

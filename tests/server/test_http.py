@@ -430,6 +430,23 @@ def test_a_request_that_outlives_the_grace_is_cut_and_the_exit_is_still_0(echo_m
         assert served.process.wait(60) == 0
 
 
+def test_a_second_sigterm_ends_the_server_at_once(echo_model: Path, tmp_path: Path) -> None:
+    """The request in flight would take 40 s, and the grace is longer."""
+    with echo_server(echo_model, tmp_path, ["--grace-s", "300"]) as served:
+        body = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=20, trust_env=False) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            until(lambda: not is_open(served.url))
+            assert served.process.poll() is None
+            served.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        assert served.process.wait(10) == 0
+        assert not Path(f"/proc/{served.engine_pid}").exists()
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_sentence(echo_model: Path, tmp_path: Path) -> None:
     command = echo_command(echo_model, ["--engine=--load-error", "--engine=input"])
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=30)

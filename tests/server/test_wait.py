@@ -26,6 +26,9 @@ class PlainSteps:
     def __init__(self, max_running: int = 8, token_budget: int = 100, cache_tokens: float = math.inf) -> None:
         self.max_running, self.token_budget, self.cache_tokens = max_running, token_budget, cache_tokens
 
+    def prompt_tokens(self, answers: float, context: float, others: float) -> float:
+        return self.token_budget - answers
+
     def prompt_s(self, begin: int, end: int) -> float:
         return TOKEN_S * (end - begin)
 

@@ -25,7 +25,7 @@ def route(
     endpoint_key_file: Path | None = typer.Option(
         None, help="File whose first key the router itself uses to ask the servers what they serve."
     ),
-    grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
+    grace_s: float = typer.Option(30.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Route requests to the server that is predicted to answer first, until SIGTERM or Ctrl-C."""

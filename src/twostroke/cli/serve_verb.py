@@ -116,7 +116,7 @@ def serve(
     otlp_endpoint: str | None = typer.Option(
         None, help="URL of an OpenTelemetry collector that gets a trace of each request, as http://localhost:4318."
     ),
-    grace_s: float = typer.Option(90.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
+    grace_s: float = typer.Option(30.0, min=0.0, help="Seconds that requests in flight get to finish after SIGTERM."),
     ray: bool = typer.Option(
         False, "--ray", help="Let Ray Serve run up to --replicas replicas, on this machine or on the cluster of RAY_ADDRESS."
     ),

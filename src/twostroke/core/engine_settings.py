@@ -33,8 +33,13 @@ def _is_threshold(text: str) -> bool:
     return re.fullmatch(r"[01]|0?\.[0-9]{1,9}|1\.0{1,9}", text) is not None
 
 
+def _is_ratio(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", text) is not None and float(text) > 1
+
+
 _BEHIND: dict[str, Callable[[str], bool]] = {
     "DIR": bool,
+    "RATIO": _is_ratio,
     "THRESHOLD": _is_threshold,
     "LAYERS": lambda text: text.isascii() and text.isdigit() and len(text) <= 5 and int(text) > 0,
 }
@@ -106,6 +111,9 @@ class EngineSettings:
     the runner is native, whose results do not depend on how many rows a step has, and where nothing repeats those of exit if
     the model was trained for it; draft:DIR: drafts are a smaller model's with the same vocabulary; exit:LAYERS: those of the
     model's own first layers, exit: of a quarter of them.
+    ``max_step_ratio`` RATIO, above 1: as much of prompts goes beside requests that decode as makes a step so many times as long
+    as it is predicted without, corrected by the steps that were measured; auto: ``policy.STEP_RATIO`` where the machine was
+    calibrated; off: as much as ``token_budget`` allows.
     ``early_exit`` at:THRESHOLD: a token is taken from an earlier layer if its probability is so much above the next one's (0 to
     1; 1: never); auto: by the threshold that was fitted to the model, so that a bounded share of tokens changes.
     ``deterministic``: the engine starts only where each log-probability has the same bits in any batch, chunks, number of
@@ -124,6 +132,12 @@ class EngineSettings:
     )
     max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING, "--max-running")
     token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET, "--token-budget")
+    max_step_ratio: str = _choice(
+        "Times as long as prompts may make a step in which requests decode, above 1",
+        (OFF,),
+        "--max-step-ratio",
+        begins=(("", "RATIO"),),
+    )
     page_tokens: int = _number("Tokens of a page of the cache.", policy.PAGE_TOKENS)
     n_threads: int | None = _number(
         "Threads of the engine. Default: the cores there are.", option="--threads", most=policy.MOST_THREADS

@@ -131,6 +131,13 @@ BEHIND_TOKENS = 32
 BESIDE_TOKENS = 16
 """The same of a step in which a request before them decodes: its next token waits for the step."""
 
+QUIET_STEPS = 1000
+"""Steps after the last with a request of priority 0, up to which another is expected: some ten seconds of a small model."""
+
+STEP_RATIO = 2.0
+"""Times what a step takes without prompts that it may take with them, where requests decode: of the gaps between tokens the
+99th percentile is then about twice the median where few steps hold prompts, and less where most do (decision 132)."""
+
 MAX_RUNNING = 128
 """Requests that run at once by default."""
 

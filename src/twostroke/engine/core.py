@@ -41,6 +41,7 @@ from twostroke.engine.memory import available_bytes, held_bytes
 from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
 from twostroke.engine.packed_cache import states_of_files
+from twostroke.engine.planned import planned_pace
 from twostroke.engine.pooling import PooledStates
 from twostroke.engine.prompt_scores import PromptScores, rows_of
 from twostroke.engine.sampler import TokenLogprobs
@@ -167,7 +168,8 @@ class EngineCore:
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
         element = scheme_of(self.plan.weights).adapter_element(native)
         self.adapters = AdapterStore(self.plan, directory, budget, lambda parts: self._runner.hold(parts), element, quantised)
-        self.scheduler = Scheduler(scheduler_config, adapters=self.adapters)
+        pace = planned_pace(directory, self.spec, self.settings, scheduler_config)
+        self.scheduler = Scheduler(scheduler_config, adapters=self.adapters, pace=pace)
         # Only the tiled pool has scales, so a cache in codes takes it under the torch runner as well.
         make_pool = TiledKVPool if native or CACHES[kv_dtype].scaled else KVPool
         pool = make_pool(self.spec, scheduler_config.n_pages, scheduler_config.page_tokens, kv_dtype)
@@ -218,7 +220,9 @@ class EngineCore:
             repeats = Drafter(self.spec.vocab_size, times, not self.settings.separate_prefixes)
             return repeats if exits is None else RepeatsOrExits(repeats, exits)
         path = model_directory(Path(self.settings.speculate.removeprefix(DRAFT)))
-        own = replace(self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None, kv_dir=None)
+        own = replace(
+            self.settings, speculate=OFF, dtype="auto", max_model_len=None, kv_cache_bytes=None, kv_dir=None, max_step_ratio=OFF
+        )
         draft = EngineCore(path, own)
         if draft.spec.vocab_size != self.spec.vocab_size:
             raise ConfigError(
@@ -837,6 +841,8 @@ class EngineCore:
             self._drafter.saw(step, seconds)
         if self._disk is not None:
             self._disk.saw(step, seconds)
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.saw(step, seconds)
         if step.n_decodes == len(step.requests):
             counts.decode_steps += 1
             counts.decode_s += seconds

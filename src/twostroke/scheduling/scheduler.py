@@ -12,10 +12,11 @@ from time import monotonic
 from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
-from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS
+from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS, QUIET_STEPS
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
 from twostroke.scheduling.beams import Beams, BeamSearch
 from twostroke.scheduling.lower_tier import LowerTier
+from twostroke.scheduling.pace import Pace, Room
 from twostroke.scheduling.page_lists import PageLists
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.request import FinishReason, Request, Status
@@ -43,12 +44,14 @@ class Adapters(Protocol):
 class Scheduler:
     """The scheduler decides by three rules.
 
-    1. Every decoding request gets its token first, so that no prefill can starve it.
-    2. The rest of the token budget goes to prompts, in chunks. Prompts under way and waiting prompts share one order, by
+    1. Every decoding request gets its token first, so that no prefill can starve it; only one of a lower priority than a prompt
+       in the step waits for it.
+    2. The rest of the token budget goes to prompts, in chunks; beside decoding requests no more of it than ``pace`` has room
+       for, so that their next tokens are not late. Prompts under way and waiting prompts share one order, by
        ``queue_rank``. So a prompt of 100,000 tokens shares each step with another client's short one; in order of arrival the
        short one would wait about 200 steps of 512 tokens. Prompts that were put behind others (a priority above 0) get at most
-       ``BEHIND_TOKENS`` of a step, ``BESIDE_TOKENS`` if a request of a lower value decodes in it, and none beside a prompt
-       of a lower value.
+       ``BEHIND_TOKENS`` of a step, ``BESIDE_TOKENS`` if a request of a lower value decodes in it or one of priority 0 was in
+       one of the last ``QUIET_STEPS`` steps, and none beside a prompt of a lower value.
     3. A waiting request is admitted only if pages for all its known tokens are free and each running request could still take
        one page more. It holds those pages from then on, so that only decoding can run out of pages. Of one client's next few
        the one goes first of whose prompt most is cached, and passes nobody who was passed ``MOST_PASSED`` times.
@@ -87,10 +90,12 @@ class Scheduler:
         pool: PagePool | None = None,
         adapters: Adapters | None = None,
         lower: LowerTier | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.config = config
         self.adapters = adapters
         self.lower = lower
+        self.pace = pace
         self.pool = pool or PagePool(config.n_pages)
         self.page_lists = PageLists(config, self.pool)
         self.requests: dict[str, Request] = {}  # unfinished ones
@@ -111,6 +116,7 @@ class Scheduler:
         self._blocked: tuple[Request, int] | None = None
         self._n_arrived = 0
         self._n_steps = 0
+        self._until_quiet = 0  # number of the step from which on no request of priority 0 was seen lately
         self.n_preemptions = 0
         self.n_drafted = 0  # tokens that steps checked
         self.n_drafts_right = 0
@@ -247,15 +253,19 @@ class Scheduler:
         admitting = not preempted  # pages just ran out, and a newly admitted request would cause the next preemption
         if admitting and self._waiting:
             self._preempt_for_priority(preempted)
-        requests = self._decoding.copy()
-        n_decodes = len(requests)
-        counts = [1] * n_decodes
-        budget = self._prompt_budget(n_decodes)
+        budget = self._prompt_budget(len(self._decoding))
         scored = budget if self.config.scored_rows is None else self.config.scored_rows
         copies: list[tuple[int, int]] = []
         under_way = sorted(self._prefilling, key=queue_rank) if len(self._prefilling) > 1 else self._prefilling.copy()
         if self.searching:
             under_way = [r for r in under_way if self._due(r) > 0]
+        first = self._waiting.first() if admitting and self._slots else None
+        ahead = min((r.priority for r in (*under_way[:1], *(() if first is None else (first,)))), default=None)
+        requests = self._decoding.copy() if ahead is None else self._not_behind(ahead)
+        n_decodes = len(requests)
+        counts = [1] * n_decodes
+        lately = self._n_steps < self._until_quiet
+        room: Room | None = None
         under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
             first = self._waiting.first() if admitting and self._slots else None
@@ -265,7 +275,7 @@ class Scheduler:
                 break
             request = first or under_way[-1]
             if request.priority > 0:
-                beside = any(r.priority < request.priority for r in requests[:n_decodes])
+                beside = lately or any(r.priority < request.priority for r in requests[:n_decodes])
                 budget = min(budget, (BESIDE_TOKENS if beside else BEHIND_TOKENS) - sum(counts[n_decodes:]))
                 urgent = len(requests) > n_decodes and requests[n_decodes].priority < request.priority
                 if urgent or budget <= 0:
@@ -282,6 +292,11 @@ class Scheduler:
             if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
                 continue  # it loads further pages in the next step
             n = self._chunk(self._due(request), budget)
+            if n and n_decodes and self.pace is not None:
+                room = room or self.pace.beside(requests[:n_decodes], self._others(request))
+                fits = room.take(request.n_computed, n)
+                if fits < n:
+                    budget = n = fits  # nothing goes behind it, neither prompts nor drafts
             if n == 0:
                 break  # it keeps its pages and its place
             if request.params.prompt_logprobs is not None:
@@ -292,9 +307,14 @@ class Scheduler:
             requests.append(request)
             counts.append(n)
             budget -= n
+        if n_decodes < len(self._decoding) and not any(r.priority == ahead for r in requests[n_decodes:]):
+            requests[:n_decodes], counts[:n_decodes] = self._decoding, [1] * len(self._decoding)
+            n_decodes = len(self._decoding)  # nobody found a place before them
         grown = [r for r in grown if r.status is Status.RUNNING]  # some may have been preempted since
         copies += [(source, target) for source, target, holder in parted if target in holder.pages]
         self._n_steps += 1
+        if any(r.priority <= 0 for r in requests):
+            self._until_quiet = self._n_steps + QUIET_STEPS
         step = ScheduledStep(
             self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
         )
@@ -307,6 +327,16 @@ class Scheduler:
                 self.abandon(step)
                 raise
         return step
+
+    def _others(self, one: Request) -> int:
+        """Requests beside ``one`` that wait for their first token, without those put behind it."""
+        first = self._waiting.first()
+        n_waiting = 0 if first is None or first.priority > one.priority else self.n_waiting
+        return n_waiting + sum([r.priority <= one.priority for r in self._prefilling]) - 1
+
+    def _not_behind(self, ahead: int) -> list[Request]:
+        """The decoding requests that a prompt of priority ``ahead`` does not go before. Sequences of a search stay together."""
+        return [r for r in self._decoding if r.priority <= ahead or r.beams is not None]
 
     def _draft(self, propose: Propose, step: ScheduledStep, room: int) -> None:
         """Add to ``step`` what is proposed for its decoding requests, cut to what can be right and to the pages there are."""

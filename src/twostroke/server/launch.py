@@ -69,7 +69,7 @@ class ServeSettings:
     names: tuple[str, ...]
     api_key_file: Path | None = None
     max_concurrent: int = 128
-    grace_s: float = 90.0
+    grace_s: float = 30.0
     adapters: Mapping[str, str] = field(default_factory=dict)  # directories by name
     files_dir: Path | None = None  # of uploaded files and of batches; None: the server keeps neither
     replicas: int = 1

@@ -296,7 +296,7 @@ class Uvicorn(uvicorn.Server):
 async def run_server(
     service: Service,
     listener: socket.socket,
-    grace_s: float = 90.0,
+    grace_s: float = 30.0,
     on_ready: Callable[[wire.Ready], None] | None = None,
     on_end: Callable[[dict[str, float]], None] | None = None,
     batches: Batches | None = None,

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.policy import PAGE_TOKENS
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
+from twostroke.planner.serving.step_costs import pace_of
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.scheduling.prefix_tree import ROOT, chain_key, root_beside, root_of
@@ -53,8 +54,12 @@ class Steps(Protocol):
     engines: int
     """Of each of them is what follows."""
     max_running: int
-    token_budget: int
     cache_tokens: float
+
+    def prompt_tokens(self, answers: float, context: float, others: float) -> float:
+        """Of prompts in a step in which so many answers get a token behind ``context`` tokens, while ``others`` wait beside the
+        one whose prompt is computed."""
+        ...
 
     def prompt_s(self, begin: int, end: int) -> float:
         """Of the tokens ``begin`` to ``end`` of a prompt, computed alone."""
@@ -73,6 +78,7 @@ class PlannedSteps:
         self.cache_tokens = float(plan.pages * PAGE_TOKENS)
         self._steps = StepTable(strategy_of(plan.spec, plan.shape, plan.hardware).step_seconds)
         longest = min(settings.max_model_len or plan.spec.max_positions, plan.spec.max_positions)
+        self._pace = pace_of(self._steps, settings.max_step_ratio, settings.token_budget)
         self._lengths, self._seconds = self._prompts(longest)
 
     def _prompts(self, longest: int) -> tuple[list[int], list[float]]:
@@ -89,6 +95,12 @@ class PlannedSteps:
 
     def _chunk_s(self, before: int, new: int) -> float:
         return self._steps(0, 0.0, (Chunk(before, new, True),))
+
+    def prompt_tokens(self, answers: float, context: float, others: float) -> float:
+        most = self.token_budget - answers
+        if self._pace is None or answers < 1:
+            return most
+        return min(most, self._pace.tokens_beside(round(answers), context, round(others)))
 
     def prompt_s(self, begin: int, end: int) -> float:
         return max(0.0, self._alone_s(end) - self._alone_s(begin))
@@ -360,7 +372,9 @@ class Waiting:
         answers, tokens = before.answers + own.answers, before.tokens + own.tokens
         seen = self._look()
         share = 1 / steps.engines  # requests go to the engine that has least before them
-        n_steps = math.ceil(share * (before.new + own.new) / max(1.0, steps.token_budget - share * seen.answers))
+        others = max(0.0, share * (before.n + own.n) - 1)
+        most = steps.prompt_tokens(share * seen.answers, seen.context, others)
+        n_steps = math.ceil(share * (before.new + own.new) / max(1.0, most))
         room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or steps.decode_s(1, seen.context))
         return room_s + share * ahead_s + mine_s + (n_steps + 0.5) * seen.step_s
 

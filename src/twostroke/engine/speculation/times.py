@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from twostroke.core.engine_settings import EngineSettings
-from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.tables import load_hardware
-from twostroke.planner.serving.plan import strategy_of
+from twostroke.engine.planned import planned
 from twostroke.planner.work.component import total_seconds
-from twostroke.quantization.held import serving_shape
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
@@ -27,12 +24,8 @@ _REPEATS = 3
 
 def planned_step_s(directory: Path, spec: ModelSpec, settings: EngineSettings) -> Callable[[int], float] | None:
     """Planned seconds of a decode step by its rows; None on a machine that was not calibrated."""
-    try:
-        hardware = load_hardware("this", "serve")
-    except ConfigError:
-        return None
-    strategy = strategy_of(spec, serving_shape(directory, spec, settings), hardware)
-    return lambda rows: total_seconds(strategy.decode(rows))
+    strategy = planned(directory, spec, settings)
+    return None if strategy is None else lambda rows: total_seconds(strategy.decode(rows))
 
 
 def timed_step_s(

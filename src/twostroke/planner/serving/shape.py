@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from twostroke.core.checks import check_whole
+from twostroke.core.engine_settings import SETTINGS
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
 from twostroke.core.policy import PAGE_TOKENS
@@ -72,6 +73,9 @@ class ServingShape:
     max_model_len: Annotated[int, "longest context; 0: the model's"] = 0
     token_budget: Annotated[int, "most tokens of a step; 0: the engine's default"] = 0
     max_running: Annotated[int, "most requests of a step; 0: the engine's default"] = 0
+    max_step_ratio: Annotated[
+        str, "times as long as prompts may make a step of our engine beside others: auto, off or a number"
+    ] = "auto"
     tensor: Annotated[int, "ranks of tensor parallelism"] = 1
     pipeline: Annotated[int, "stages"] = 1
     expert: Annotated[int, "devices that share the experts; above `tensor` it spreads them over more"] = 1
@@ -98,6 +102,8 @@ class ServingShape:
             )
         if self.kv_dtype not in CACHE_DTYPES:
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not a type of KV cache. Use one of {', '.join(CACHE_DTYPES)}.")
+        if not SETTINGS["max_step_ratio"].allows(self.max_step_ratio):
+            raise ConfigError(f"max_step_ratio={self.max_step_ratio!r} must be auto, off or a number above 1.")
         unknown = [kind for kind in self.sampling if kind not in SAMPLING_KINDS]
         if unknown:
             raise ConfigError(f"sampling={unknown[0]!r} is not a way to choose. Use some of {', '.join(SAMPLING_KINDS)}.")

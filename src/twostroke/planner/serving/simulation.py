@@ -21,6 +21,7 @@ from twostroke.planner.serving.http import FrontEnd
 from twostroke.planner.serving.policies import Policy
 from twostroke.planner.serving.strategy import Chunk, StepSeconds
 from twostroke.planner.serving.workload import Arrival, Workload
+from twostroke.scheduling.pace import Pace
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -140,11 +141,12 @@ def simulate(
     page_tokens: int = PAGE_TOKENS,
     window: int | None = None,
     front: FrontEnd | None = None,
+    pace: Pace | None = None,
     one_by_one: bool = False,
 ) -> Simulated:
     """Serve ``workload`` on one copy of a model whose cache has ``pages``. ``max_running`` and ``token_budget`` replace the
-    policy's. Requests and tokens go through ``front``, None: at once. Raises CapacityError for a request that never
-    fits."""
+    policy's. Requests and tokens go through ``front``, None: at once. ``pace`` bounds prompts beside requests that decode.
+    Raises CapacityError for a request that never fits."""
     budget = token_budget or policy.token_budget
     config = SchedulerConfig(
         token_budget=budget,
@@ -157,21 +159,21 @@ def simulate(
     )
     if not any(arrival.blocks or arrival.answers > 1 or arrival.after is not None for arrival in workload.arrivals):
         alone = replace(config, prefix_cache=False)
-        found = _Run(workload, policy, alone, step_seconds, CountedPages(pages), front).to_the_end(one_by_one)
+        found = _Run(workload, policy, alone, step_seconds, CountedPages(pages), front, pace).to_the_end(one_by_one)
         if not found.preemptions:  # a preempted request finds its own pages again
             return found
-    return _Run(workload, policy, config, step_seconds, None, front).to_the_end(one_by_one)
+    return _Run(workload, policy, config, step_seconds, None, front, pace).to_the_end(one_by_one)
 
 
 class _Run:
     def __init__(
         self, workload: Workload, policy: Policy, config: SchedulerConfig, step_seconds: StepSeconds, pool: PagePool | None,
-        front: FrontEnd | None,
+        front: FrontEnd | None, pace: Pace | None,
     ) -> None:  # fmt: skip
         self.workload, self.step_seconds = workload, step_seconds
         self.front = front or FrontEnd(0.0, 0.0)
         self.front_free_s = 0.0
-        self.scheduler = policy.scheduler(config, pool)
+        self.scheduler = policy.scheduler(config, pool, pace=pace)
         self.params: dict[int, SamplingParams] = {}
         self.now = 0.0
         self.sent_s = 0.0  # when the last step's tokens came to their clients

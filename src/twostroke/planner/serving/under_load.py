@@ -28,9 +28,11 @@ from twostroke.planner.serving.load import Latency, closed_loop, several_servers
 from twostroke.planner.serving.plan import ServingPlan, strategy_of
 from twostroke.planner.serving.policies import Policy, policy_of
 from twostroke.planner.serving.simulation import Simulated, simulate
+from twostroke.planner.serving.step_costs import pace_of
 from twostroke.planner.serving.step_table import StepTable
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.serving.workload import Workload
+from twostroke.scheduling.pace import Pace
 
 MAX_SAMPLED_BATCH = 2**14
 CLOSE = 1e-6
@@ -109,10 +111,17 @@ class Server:
         plan = self.plan
         prompt = plan.shape.prompt_tokens
         front = http_front_end(plan.hardware, prompt, self.shares_processors(prompt)) if self.http else None
-        found = simulate(workload, self.policy, seconds, plan.pages, window=plan.spec.window_of_every_layer, front=front)
+        window = plan.spec.window_of_every_layer
+        found = simulate(workload, self.policy, seconds, plan.pages, window=window, front=front, pace=self._pace())
         if self.http:
             return replace(found, itl_s=with_late_tokens(found.itl_s, plan.hardware))
         return replace(found, ttft_s=found.ttft_s.later(self.front_end_s), e2e_s=found.e2e_s.later(self.front_end_s))
+
+    def _pace(self) -> Pace | None:
+        """How our engine bounds prompts on a machine whose steps it knows; others do not."""
+        if not self.plan.hardware.is_calibrated_cpu:
+            return None
+        return pace_of(self.steps, self.plan.shape.max_step_ratio, self.policy.token_budget)
 
     def _beside_s(self, decoding: int) -> float:
         """What HTTP adds to a step in which so many requests decode."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import secrets
 import time
@@ -42,6 +43,8 @@ AT_ONCE = 8
 """Requests under way while no other request is."""
 BESIDE = 1
 """Requests under way beside others. Each begun one is a prompt that the others' next token waits for."""
+LATELY_S = 10.0
+"""After the last of the others for so long another is expected, which would find a batch's requests under way."""
 RETRY_S = 30.0
 """After which a batch goes on that a full disk held up."""
 
@@ -130,6 +133,7 @@ class Batches:
         self._current: BatchRecord | None = None  # the one that is being computed
         self._cancelled = asyncio.Event()  # whether it is to stop
         self._saving = asyncio.Lock()
+        self._others_s = -math.inf  # when another request was last under way
         unfinished = [record for record in found if record.status in UNFINISHED]
         store.remove_strays({record.file_of(what) for record in unfinished for what in ("output", "errors")})
 
@@ -292,9 +296,11 @@ class Batches:
             work.result()
 
     def _at_once(self) -> int:
-        """One beside interactive requests: then a step has one prompt of a batch at most."""
-        admission = self._service.admission
-        return BESIDE if admission.active or admission.arriving else AT_ONCE
+        """One beside interactive requests, or soon after them: then a step has one prompt of a batch at most."""
+        admission, now_s = self._service.admission, time.monotonic()
+        if admission.active or admission.arriving:
+            self._others_s = now_s
+        return BESIDE if now_s - self._others_s < LATELY_S else AT_ONCE
 
     async def _published(self, record: BatchRecord, what: str, journal: Journal) -> str | None:
         """The id of the file, which its owner can read from now on; None for an empty one, which is removed."""
