@@ -319,10 +319,10 @@ class Scheduler:
             self._n_steps, requests, counts, [r.n_computed for r in requests], n_decodes, grown, preempted, copies
         )
         self._in_flight = step
-        room = min(budget, self.config.draft_rows)
-        if propose is not None and n_decodes and room > 0:
+        n_drafts = min(budget, self.config.draft_rows)
+        if propose is not None and n_decodes and n_drafts > 0:
             try:
-                self._draft(propose, step, room)
+                self._draft(propose, step, n_drafts)
             except BaseException:  # Ctrl-C too, since a model may compute the drafts
                 self.abandon(step)
                 raise

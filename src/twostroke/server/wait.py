@@ -372,8 +372,8 @@ class Waiting:
         answers, tokens = before.answers + own.answers, before.tokens + own.tokens
         seen = self._look()
         share = 1 / steps.engines  # requests go to the engine that has least before them
-        others = max(0.0, share * (before.n + own.n) - 1)
-        most = steps.prompt_tokens(share * seen.answers, seen.context, others)
+        n_others = max(0.0, share * (before.n + own.n) - 1)
+        most = steps.prompt_tokens(share * seen.answers, seen.context, n_others)
         n_steps = math.ceil(share * (before.new + own.new) / max(1.0, most))
         room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or steps.decode_s(1, seen.context))
         return room_s + share * ahead_s + mine_s + (n_steps + 0.5) * seen.step_s

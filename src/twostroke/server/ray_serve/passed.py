@@ -55,7 +55,7 @@ class Fleet:
                 self._endpoints.setdefault(name, Endpoint(name)).up = takes
             every = [*self._endpoints.values()]
             found = ranked(every, question.n_chars, question.keys)
-            question.found = {every[each.index].url: each for each in found}
+            question.found = {every[each.place].url: each for each in found}
         return sorted(question.found, key=lambda name: (name == question.been_at, not ready[name]))  # stable
 
     def routed(self, name: str, question: Question) -> None:

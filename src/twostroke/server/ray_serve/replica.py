@@ -22,7 +22,7 @@ HELD_BYTES = 2**16
 class EngineReplica:
     """What a deployment's class does. It counts as running when its model is loaded. Raises TwostrokeError if that fails."""
 
-    async def __init__(self, settings: ServeSettings, local_only: bool) -> None:
+    async def __init__(self, settings: ServeSettings, local_only: bool) -> None:  # type: ignore[misc]  # Ray awaits it
         child = settings.launches()[0]()  # first: it needs seconds to import torch, and this process imports meanwhile
         try:
             from twostroke.server.admission import Admission
@@ -104,14 +104,15 @@ class EngineReplica:
         """This replica's name, and its answer to ``passed``, which asks for ``/metrics``."""
         from ray import serve
 
-        async for head in self.answer(passed):
-            assert isinstance(head, Head)
-        return serve.get_replica_context().replica_id.unique_id, head
+        heads = [part async for part in self.answer(passed)]
+        head = heads[-1]
+        assert isinstance(head, Head)
+        return str(serve.get_replica_context().replica_id.unique_id), head
 
     async def answer(self, passed: Passed) -> AsyncIterator[Head | bytes]:
         """A `Head`, which of a whole answer has all of its body, then the pieces of a stream as they come."""
         call = _Call(passed)
-        work = asyncio.create_task(self._app(call.scope, call.receive, call.send))
+        work = asyncio.ensure_future(self._app(call.scope, call.receive, call.send))
         work.add_done_callback(lambda _: call.changed.set())
         call.work = work
         try:
@@ -185,7 +186,7 @@ class _Call:
 
         self._departures = Departures()
         self._sent_body = passed.body
-        self.work: asyncio.Task[None] | None = None
+        self.work: asyncio.Future[None] | None = None
         self.status, self.headers, self.body = 0, list[tuple[bytes, bytes]](), b""
         self.ended = False
         self.changed = asyncio.Event()

@@ -50,7 +50,7 @@ def serve_on_ray(
     import ray
     from ray import serve
 
-    from twostroke.server.ray_app import application
+    from twostroke.server.ray_serve.application import application
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     own, serving, stop = "RAY_ADDRESS" not in os.environ, False, threading.Event()

@@ -160,7 +160,7 @@ class Ranked(NamedTuple):
     predicted_s: float
     in_flight: int
     requests: int
-    index: int
+    place: int
     work: int
 
 
@@ -185,4 +185,4 @@ def choose(
     if not able:
         return None
     best = ranked(able, n_chars, keys)[0]
-    return able[best.index].sent(best, keys)
+    return able[best.place].sent(best, keys)
