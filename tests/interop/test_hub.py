@@ -111,7 +111,7 @@ def test_a_revision_is_asked_for(source: str, revision: str | None, there: Hub, 
 
 
 def test_a_missing_revision_is_told_with_those_that_there_are(there: Hub, tmp_path: Path) -> None:
-    there.fails = [errors.RevisionNotFoundError("no such", response=RESPONSE)] * 2
+    there.fails += [errors.RevisionNotFoundError("no such", response=RESPONSE)] * 2
     with pytest.raises(InputError, match=r"someone/tiny has no revision 'v9' on the Hub. It has main, v1.0, and any"):
         import_model("someone/tiny@v9", tmp_path / "m")
     there.offline = True
