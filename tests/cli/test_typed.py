@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> str:
 WRONG = {"--dtype": "int4-g7", "--head-dtype": "x", "--kv-dtype": "fp8", "--max-model-len": "0", "--kv-cache-gib": "0"}
 WRONG |= {"--lora-memory-gib": "0", "--speculate": "often", "--kv-dir": "/dev/null", "--kv-dir-gib": "0"}
 WRONG |= {"--early-exit": "at:2", "--pin-threads": "yes", "--huge-pages": "2"}
-WRONG |= {"--token-budget": "0", "--max-running": "0"}
+WRONG |= {"--token-budget": "0", "--max-running": "0", "--max-step-ratio": "1"}
 WRONG["--threads"] = "99999"  # OpenMP crashed where no limit was checked
 
 

@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True)
 def import_(
     source: str = typer.Argument(
         help="A llama2.c .bin, a GGUF file, a Hugging Face directory, or a Hub name: owner/model, owner/model@REVISION, "
-        "owner/model:Q4_K_M or owner/model:FILE.gguf for a GGUF file there."
+        "owner/model:TYPE or owner/model:FILE.gguf for a GGUF file there."
     ),
     directory: Path = typer.Argument(help="Directory to write, in Hugging Face layout."),
     tokenizer: str = typer.Option(

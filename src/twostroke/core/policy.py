@@ -136,7 +136,7 @@ QUIET_STEPS = 1000
 
 STEP_RATIO = 2.0
 """Times what a step takes without prompts that it may take with them, where requests decode: of the gaps between tokens the
-99th percentile is then about twice the median where few steps hold prompts, and less where most do (decision 132)."""
+99th percentile is then about twice the median where few steps hold prompts, and less where most do (decision 134)."""
 
 MAX_RUNNING = 128
 """Requests that run at once by default."""

@@ -54,7 +54,7 @@ class StepCosts:
 class Pace:
     """Bounds prompts beside ``n`` decoding requests: a step takes at most ``ratio``·(1 + others ÷ n) times what it takes
     without them, where ``others`` wait for their first token beside the one whose prompt is computed. If only those who decode
-    counted, the steps of a few would be short and everybody else would wait behind them, until nearly all wait (decision 132).
+    counted, the steps of a few would be short and everybody else would wait behind them, until nearly all wait (decision 134).
     At least a page's tokens are computed of a prompt all the same, so that none waits for good.
 
     ``costs`` are corrected by steps that were measured (``saw``). Only the ratio of the two kinds of steps matters, so the
