@@ -63,7 +63,7 @@ def not_served(
     """What of such a server ``twostroke serve`` and ``generate`` do not run, in words; empty where they run all of it.
     ``weights`` may name a group, as int4-g64; ``engine`` is another's."""
     named = {
-        f"{weights} weights": weights.partition("-")[0] not in WEIGHTS,
+        f"{weights} weights": weights.partition("-")[0] not in WEIGHTS or scheme_of(weights).experts_only,
         f"a KV cache in {cache}": cache not in CACHE_TYPES,
         f"one copy over {devices:,} devices": devices > 1,
         f"inference on {accelerator}": accelerator is not None,
