@@ -111,17 +111,16 @@ def write_summary(folder: Path) -> None:
         "together: each is the same arrivals alone and beside a batch.", "",
         f"Poisson arrivals at {RATE} a second, prompts of {PROMPT} and answers of {OUTPUT} tokens; the batch has prompts of "
         f"{BATCH_PROMPT} and answers of {BATCH_OUTPUT}.", "",
-        "| version | beside a batch | requests | TTFT median | p90 | p99 | p99 moves (aim: 5%) | TPOT median | batch req/s |",
+        "| version | batch | requests | TTFT median | p90 | p99 | p99 moves by round (aim: 5%) | TPOT median | batch req/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for version in dict.fromkeys(row["version"] for row in rows):
-        alone_s = 0.0
+        alone_s = {row["round"]: row["ttft_p99_s"] for row in rows if row["version"] == version and not row["beside"]}
         for beside in (False, True):
             own = [row for row in rows if row["version"] == version and row["beside"] == beside]
             first = Distribution.of([t for row in own for t in row["ttft_s"] if t is not None])
             times = [f"{1e3 * t:.0f} ms" for t in (first.median, first.p90, first.p99)]
-            moves = f"{first.p99 / alone_s - 1:+.1%}" if beside else "–"
-            alone_s = alone_s or first.p99
+            moves = ", ".join(f"{row['ttft_p99_s'] / alone_s[row['round']] - 1:+.0%}" for row in own) if beside else "–"
             tpot = sorted(row["tpot_median_s"] for row in own)[len(own) // 2]
             rate = f"{sum(row['batch_per_s'] for row in own) / len(own):.2f}" if beside else "–"
             cells = [version, "yes" if beside else "no", str(first.n), *times, moves, f"{1e3 * tpot:.1f} ms", rate]
