@@ -28,6 +28,7 @@ from twostroke.core.engines import Method
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
 from twostroke.core.matrices import ALL_LINEAR
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.tables import build
@@ -86,7 +87,7 @@ class LoraRecipe:
 @dataclass(frozen=True)
 class TrainRecipe:
     """``method``: "pretrain" from fresh weights or from a model, "full" fine-tunes all weights of ``model.init_from``, "lora"
-    and "qlora" train adapters beside them. ``[lora]`` is read by the latter two."""
+    and "qlora" train adapters beside them. ``[lora]`` is read by the latter two. Without ``[parallel]`` one process trains."""
 
     method: Method = "pretrain"
     seed: int = 0
@@ -95,6 +96,7 @@ class TrainRecipe:
     data: DataRecipe = field(default_factory=DataRecipe)
     train: TrainSettings = field(default_factory=TrainSettings)
     lora: LoraRecipe = field(default_factory=LoraRecipe)
+    parallel: ParallelRecipe | None = None
 
     @property
     def trains_adapters(self) -> bool:
@@ -150,6 +152,7 @@ class TrainRecipe:
         self._check_samples()
         self._check_conversations()
         self._check_lora()
+        self._check_parallel()
 
     def _check_samples(self) -> None:
         t = self.train
@@ -193,6 +196,21 @@ class TrainRecipe:
         check_nf4_block("lora.nf4_block", lora.nf4_block)
         if not self.trains_adapters and lora != LoraRecipe():
             raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
+
+    def _check_parallel(self) -> None:
+        if self.parallel is None or self.parallel.shard == 1:
+            return
+        t, remedy = self.train, "Use parallel.shard=1, which keeps the model whole on each rank."
+        refused = {
+            f'method="{self.method}" trains adapters': self.trains_adapters,
+            'train.optimizer="lamb" moves each matrix by its length': t.optimizer == "lamb",
+            'train.dtype="pure_bf16" rounds by random numbers': t.dtype == "pure_bf16",
+            f"train.diagnostics_every={t.diagnostics_every} looks at activations": t.diagnostics_every > 0,
+            f"train.sample_every={t.sample_every} writes texts": t.sample_every > 0,
+        }
+        for what, asked in refused.items():
+            if asked:
+                raise ConfigError(f"{what}, which parallel.shard={self.parallel.shard} cannot do on parts of a matrix. {remedy}")
 
 
 def _at_least(name: str, value: float, least: float) -> None:

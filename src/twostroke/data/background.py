@@ -132,7 +132,7 @@ class _Prefetcher:
                     return
                 number = self._n_started
                 self._n_started += 1
-                request, state = self._loader.next_request(), self._loader.state()
+                request, state = self._loader.next_own_request(), self._loader.state()
             found: tuple[Batch, dict[str, int]] | BaseException
             try:
                 found = (batch_of(builder.build(request, n_rows)), state)

@@ -102,6 +102,12 @@ class ShuffledLoader:
             int.from_bytes(hashlib.sha256(repr(self.mixture.shares).encode()).digest()[:6]) if self.mixture else 0
         )
         self._next_window = 0
+        self._own, self._of = (0,), 1
+        self._turn = self._at = 0  # of ``_own``, and of the batches in a row, that come next
+
+    def share_out(self, own: Sequence[int], of: int) -> None:
+        """Of each ``of`` batches in a row, hand out by ``next_own_request`` those numbered ``own``: a rank's part of a step."""
+        self._own, self._of = tuple(own), of
 
     @property
     def epoch(self) -> float:
@@ -117,18 +123,35 @@ class ShuffledLoader:
     def next_windows(self) -> Iterator[tuple[int, int, Int64Array, Int64Array]]:
         """Advance by one batch. Yields (source, epoch, rows of the batch, window numbers of the source) for each source and
         epoch that the batch touches. A batch may cross the end of an epoch, and each epoch has its own permutation."""
-        if self.mixture is None:
-            sources = np.zeros(self.batch_size, dtype=np.int64)
-            windows = np.arange(self._next_window, self._next_window + self.batch_size)
-        else:
-            sources, windows = self.mixture.take(self.batch_size)
-        self._next_window += self.batch_size
+        sources, windows = self._take()
         for source in np.unique(sources).tolist():
             n_windows, seed = self.source_windows[source], self._seed_of(source)
             epochs = np.where(sources == source, windows // n_windows, -1)  # −1 for rows of other sources
             for epoch in np.unique(epochs[epochs >= 0]).tolist():
                 places = np.flatnonzero(epochs == epoch)
                 yield source, epoch, places, permute(windows[places] % n_windows, n_windows, seed, epoch)
+
+    def _take(self) -> tuple[Int64Array, Int64Array]:
+        """Advance by one batch. (source, number in its source) of each window."""
+        if self.mixture is None:
+            sources = np.zeros(self.batch_size, dtype=np.int64)
+            windows = np.arange(self._next_window, self._next_window + self.batch_size)
+        else:
+            sources, windows = self.mixture.take(self.batch_size)
+        self._next_window += self.batch_size
+        return sources, windows
+
+    def next_own_request(self) -> Int64Array:
+        """Advance to the next batch that ``share_out`` gives to this process, after its last one to the end of the row."""
+        for _ in range(self._own[self._turn] - self._at):
+            self._take()
+        request = self.next_request()
+        self._at, self._turn = self._own[self._turn] + 1, self._turn + 1
+        if self._turn == len(self._own):
+            for _ in range(self._of - self._at):
+                self._take()
+            self._at = self._turn = 0
+        return request
 
     def _seed_of(self, source: int) -> int:
         # A seed for each source of a mixture, so that sources of equal length do not have the same order.
@@ -151,7 +174,8 @@ class ShuffledLoader:
         return {"next_window": self._next_window, **counts, **self.identity()}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken. Raises InputError if it belongs to other data, seed or sequence length."""
+        """Continue where ``state`` was taken, with the first batch of a row. Raises InputError if it belongs to other data, seed
+        or sequence length."""
         own = self.identity() | ({"weights": self._mixture_name} if self.mixture else {})
         next_window = restored_window(state, {"next_window": 0, **own})
         if self.mixture is not None:
@@ -161,6 +185,7 @@ class ShuffledLoader:
                 "loader state was saved with data.weights, and this run has no weights. Resume with the same recipe."
             )
         self._next_window = next_window
+        self._at = self._turn = 0
 
 
 class PackedLoader(ShuffledLoader):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,14 +15,15 @@ from twostroke.model.initialise import initialise
 from twostroke.model.load import filled, load_model
 from twostroke.training.adapters import base_state, check_base, load_adapted
 from twostroke.training.anomalies import AnomalyLog, SpikeWatch, anchor_every
-from twostroke.training.checkpoint import Checkpoint
+from twostroke.training.checkpoint import Checkpoint, checkpoint_name, read_checkpoint
 from twostroke.training.conversations import make_loader
 from twostroke.training.early_exit import EarlyExit
 from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device
-from twostroke.training.precision import MasterWeights
+from twostroke.training.ranked_masters import masters_of
+from twostroke.training.ranked_step import RankedStep
 from twostroke.training.reader import CheckpointReader
 from twostroke.training.retention import Retention
 from twostroke.training.run import RunInputs, RunState
@@ -32,10 +35,10 @@ from twostroke.training.step import TrainStep
 def build(inputs: RunInputs) -> RunState:
     """Build decoder, masters, optimizers, loader and step of a run. A resumed run is restored from its newest intact
     checkpoint."""
-    recipe, settings, log = inputs.recipe, inputs.recipe.train, inputs.log
+    recipe, settings, log, ranks = inputs.recipe, inputs.recipe.train, inputs.log, inputs.ranks
     device = pick_device()
-    reader = CheckpointReader(inputs.directory.checkpoints, log) if inputs.resumes else None
-    starts_new = reader is None or not reader.will_find
+    reader = CheckpointReader(inputs.directory.checkpoints, log) if inputs.resumes and ranks.is_first else None
+    starts_new = ranks.led(lambda: reader is None or not reader.will_find)
     torch.manual_seed(recipe.seed)
     if recipe.trains_adapters:  # the base is not in checkpoints
         decoder = load_adapted(recipe, device)
@@ -49,7 +52,7 @@ def build(inputs: RunInputs) -> RunState:
         for note in decoder.spec.notes:
             log(note)
     decoder.train()
-    masters = MasterWeights.of(decoder, settings.dtype)
+    masters = masters_of(decoder, settings.dtype, None if ranks.is_alone else ranks)
     optimizers = Optimizers(masters, inputs.spec, settings)
     step_log = StepLog(inputs.directory.log, log)
     saver = CheckpointSaver(
@@ -66,12 +69,12 @@ def build(inputs: RunInputs) -> RunState:
         decoder,
         masters,
         optimizers,
-        make_loader(inputs.prepared, recipe, log),
+        make_loader(inputs.prepared, recipe, log, ranks),
         step_log,
         SpikeWatch(settings.spike_factor),
         AnomalyLog(inputs.directory.anomalies, log),
         saver,
-        TrainStep(
+        (TrainStep if ranks.is_alone else partial(RankedStep, ranks))(
             decoder,
             masters,
             optimizers,
@@ -83,13 +86,34 @@ def build(inputs: RunInputs) -> RunState:
             EarlyExit.of(decoder, settings, inputs.steps, from_scratch=recipe.model.init_from is None),
         ),
     )
-    checkpoint = reader.get() if reader is not None else None
+    ranks.parts = run.parts
+    checkpoint = read_on_all(run, lambda: reader.get() if reader is not None else None) if inputs.resumes else None
     if checkpoint is not None:
         restore(run, checkpoint)
-    else:
+    elif ranks.is_first:
         run.anomalies.restart(0)
-    run.step_log.restart(run.step)
+    if ranks.is_first:
+        run.step_log.restart(run.step)
     return run
+
+
+def read_on_all(run: RunState, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """What ``find`` returns on the first rank, which verifies it. Other ranks read the same files."""
+    ranks = run.inputs.ranks
+    found: list[Checkpoint] = []
+
+    def step() -> int | None:
+        checkpoint = find()
+        if checkpoint is None:
+            return None
+        found.append(checkpoint)
+        return int(checkpoint.state["step"])
+
+    number = ranks.led(step)
+    if number is None:
+        return None
+    with ranks.agreed():
+        return found[0] if found else read_checkpoint(run.inputs.directory.checkpoints / checkpoint_name(number))
 
 
 def capture(run: RunState) -> Checkpoint:
@@ -103,11 +127,12 @@ def capture(run: RunState) -> Checkpoint:
         "loader": run.loader.state(),
         "rng": random_states(run.device),
     } | base_state(run.inputs.recipe)
-    return Checkpoint(run.weights, run.optimizers.state(), state)
+    return Checkpoint(run.weights, run.optimizer_state, state)
 
 
 def save(run: RunState) -> Path:
-    """Write a checkpoint of this step to the disk. Raises CheckpointError; older checkpoints are unchanged."""
+    """Write a checkpoint of this step to the disk. Raises CheckpointError; older checkpoints are unchanged. The first rank does
+    so, inside ``Ranks.led``."""
     return run.saver.save(capture(run))
 
 
@@ -117,9 +142,11 @@ def restore(run: RunState, checkpoint: Checkpoint) -> None:
     check_base(run.inputs.recipe, state)
     restore_computation(run, checkpoint)
     run.elapsed_before_s = float(state["elapsed_s"])
-    run.anomalies.restart(int(state.get("n_anomalies", 0)))  # releases before it had none
+    if run.inputs.ranks.is_first:
+        run.anomalies.restart(int(state.get("n_anomalies", 0)))  # releases before it had none
     run.loader.restore(state["loader"])
-    differing = differences(run.inputs.resolved.environment, environment(run.device, run.inputs.recipe.train.compile))
+    now = environment(run.device, run.inputs.recipe.train.compile, run.inputs.ranks.sums)
+    differing = differences(run.inputs.resolved.environment, now)
     if differing:
         run.inputs.log(
             f"the run resumes in another environment than it began in: {'; '.join(differing)}. Sums may round differently, so "
@@ -137,7 +164,7 @@ def restore_computation(run: RunState, checkpoint: Checkpoint) -> None:
     run.masters.load(checkpoint.weights)
     for name, bias in run.biases.items():
         bias.copy_(checkpoint.weights[name])
-    run.optimizers.load_state(checkpoint.optimizer)
+    run.optimizers.load_state(run.masters.own_state(checkpoint.optimizer))
     state = checkpoint.state
     run.step, run.tokens = int(state["step"]), int(state["tokens"])
     if "watch" in state:

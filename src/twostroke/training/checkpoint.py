@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from twostroke.core.errors import CorruptFileError, TwostrokeError
 from twostroke.core.units import format_bytes
 from twostroke.training.retention import Retention
 from twostroke.training.tensor_file import HashedFile, write_tensors
+from twostroke.training.whole import rows_of_tensors
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -51,8 +53,8 @@ class CheckpointError(TwostrokeError):
 class Checkpoint:
     """The content of a checkpoint. ``state`` is plain JSON, with the step as ``state["step"]``."""
 
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     state: dict[str, Any]
 
 
@@ -83,7 +85,8 @@ def _sha256(file: Path) -> str:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of the tensors of ``checkpoint``."""
-    return sum(t.numel() * t.element_size() for part in (checkpoint.weights, checkpoint.optimizer) for t in part.values())
+    rows = [row for part in (checkpoint.weights, checkpoint.optimizer) for row in rows_of_tensors(part).values()]
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in rows)
 
 
 def _nothing() -> None:
@@ -218,6 +221,11 @@ def _verify_file(file: Path, expected: Any) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """The verified checkpoint at ``path``. Raises CorruptFileError naming the file that has changed since it was written."""
     verify_checkpoint(path)
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, which this process or another has verified. Raises CorruptFileError if it cannot be read."""
     state = read_object(path / STATE)
     step = state.get("step")
     if not is_integer(step) or checkpoint_name(step) != path.name:

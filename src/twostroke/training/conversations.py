@@ -11,13 +11,15 @@ from twostroke.data.background import PREFETCHED_BATCHES, BackgroundLoader
 from twostroke.data.conversation_loader import ConversationLoader
 from twostroke.data.loader import MixedSource, PackedLoader, ShuffledLoader, mixed_sources
 from twostroke.data.shards import PreparedData
+from twostroke.training.ranks import ALONE, Ranks
 
 Log = Callable[[str], None]
 
 
-def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> BackgroundLoader:
+def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log, ranks: Ranks = ALONE) -> BackgroundLoader:
     """A loader of windows over documents, or of rows of whole conversations, that prefetches in the background. If the recipe
-    gives weights, sources are mixed by them. The number of cut conversations and the length of an epoch are logged.
+    gives weights, sources are mixed by them. The number of cut conversations and the length of an epoch are logged. Of each
+    step's micro-batches it hands out those of this rank.
 
     Raises DataError if nothing fits into a sequence.
     """
@@ -32,8 +34,10 @@ def make_loader(prepared: PreparedData, recipe: TrainRecipe, log: Log) -> Backgr
         shares = zip(mixture, loader.mixture.shares, loader.source_windows, strict=True)
         parts = ", ".join(f"{s.name} {100 * share:.4g}% (an epoch is {n} windows)" for s, share, n in shares)
         log(f"mixture: {parts}.")
+    own = ranks.micro_batches(settings.grad_accumulation)
+    loader.share_out(own, settings.grad_accumulation)
     # A step takes a whole accumulation window at once, so that many batches are prefetched.
-    return BackgroundLoader(loader, recipe.data.workers, max(PREFETCHED_BATCHES, settings.grad_accumulation))
+    return BackgroundLoader(loader, recipe.data.workers, max(PREFETCHED_BATCHES, len(own)))
 
 
 def _conversation_loader(

@@ -34,8 +34,9 @@ SWITCHES = (
 """Environment variables that select kernels."""
 
 
-def environment(device: torch.device, compile: bool) -> dict[str, Any]:
-    """Everything that is known to change the last bits of a run on ``device``, as plain JSON."""
+def environment(device: torch.device, compile: bool, sums: str) -> dict[str, Any]:
+    """Everything that is known to change the last bits of a run on ``device``, as plain JSON. ``sums`` is the order of gradients'
+    sums (``Ranks.sums``)."""
     return {
         "twostroke": code_version(),
         "torch": str(torch.__version__),
@@ -45,6 +46,7 @@ def environment(device: torch.device, compile: bool) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "native": " ".join(holding()) or "none",
         "compiled": compile and why_not_compile(device) is None,
+        "sums": sums,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},

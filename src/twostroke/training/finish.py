@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def finished(directory: RunDirectory) -> TrainingResult | None:
 
 
 def finish(run: RunState) -> TrainingResult:
-    """Write last checkpoint, model, measurement and summary. The summary is last, because it marks the run as finished."""
+    """Write last checkpoint, model, measurement and summary. The summary is last, because it marks the run as finished. The
+    first rank does so, inside ``Ranks.led``."""
     checkpoint: Path | None = None
     try:
         checkpoint = save(run)
@@ -61,7 +63,7 @@ def finish(run: RunState) -> TrainingResult:
         "run_id": run.inputs.resolved.run_id,
         "model": str(run.inputs.directory.model),
         "n_parameters": count_parameters(run.inputs.spec).total,
-        "n_trained_parameters": sum(weight.numel() for weight in run.masters.weights.values()),
+        "n_trained_parameters": sum(math.prod(shape) for shape in run.masters.shapes.values()),
         "steps": run.inputs.steps,
         "tokens": run.tokens,
         "epochs": run.loader.epoch,
@@ -72,7 +74,7 @@ def finish(run: RunState) -> TrainingResult:
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,
         "weights_sha256": weights_sha256(run.weights),
-        "environment": environment(run.device, run.train_step.is_compiled),
+        "environment": environment(run.device, run.train_step.is_compiled, run.inputs.ranks.sums),
         "prediction": run.inputs.entry.prediction,
         "measurement": measured,
         "notes": run.notes,
@@ -87,8 +89,8 @@ def _write_model(run: RunState) -> None:
     then be resumed at this point."""
     inputs, recipe = run.inputs, run.inputs.recipe
     written = {inputs.directory.model: run.weights}
-    if run.optimizers.average is not None:
-        written[average_directory(inputs.directory)] = run.optimizers.average.averages | run.biases
+    if run.average is not None:
+        written[average_directory(inputs.directory)] = run.average
     for directory, weights in written.items():
         try:
             if recipe.trains_adapters:
@@ -140,7 +142,7 @@ def _memory_measurement(run: RunState) -> dict[str, Any]:
         "gradients_bytes": run.masters.gradients_bytes,
         "optimizer_bytes": run.optimizers.state_bytes,
     }
-    if run.last_batch is not None:
+    if run.last_batch is not None and not run.masters.is_sharded:  # other ranks would have to compute it too
         measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)
         run.notes.append("activations_bytes are the storages that autograd saved in one micro-step (saved-tensor hooks)")
     return measured

@@ -29,6 +29,7 @@ from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
+from twostroke.training.ranks import RankLost, is_lost
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
@@ -62,8 +63,12 @@ def execute(
     from ``command_began`` (``time.time()``). Raises Interrupted after SIGTERM, Ctrl-C or ``should_stop(step)``, with a
     checkpoint written, and TwostrokeError if that failed or if anomalies stop the run (``training.respond``).
     """
-    with inputs.directory.locked():
-        done = finished(inputs.directory)
+    ranks = inputs.ranks
+    with contextlib.ExitStack() as holding:
+        with ranks.agreed():
+            if ranks.is_first:
+                holding.enter_context(inputs.directory.locked())
+        done = ranks.led(lambda: finished(inputs.directory))
         if done is not None:  # another process has finished the run since ``start``
             return done
         began = time.time() if command_began is None else command_began
@@ -75,7 +80,8 @@ def execute(
                 # Closed in reverse order: the saver may still write when the observers have ended.
                 closing.callback(run.loader.close)
                 closing.callback(run.saver.close)
-                watching = Observers((*requested(inputs.recipe, inputs.log), *observers), inputs.log)
+                asked = (*requested(inputs.recipe, inputs.log), *observers) if ranks.is_first else ()
+                watching = Observers(asked, inputs.log)
                 closing.callback(watching.close)
                 closing.enter_context(inputs.entry.meter)
                 watching.begin(run)
@@ -84,9 +90,11 @@ def execute(
                 if not stop.nothing_to_save:
                     raise
                 step = "the next step" if run is None else f"step {run.step + 1}"
-                raise Interrupted(f"stopped before {step} was done, so nothing is lost. Continue with --resume.") from None
+                error = Interrupted(f"stopped before {step} was done, so nothing is lost. Continue with --resume.")
+                raise ranks.told(error) from None
             stop.answer = "all steps are done, and the model is being written."
-            return finish(run)
+            state = run
+            return ranks.led(lambda: finish(state))
 
 
 @dataclass
@@ -109,7 +117,12 @@ class _Loop:
         except (TwostrokeError, RuntimeError, MemoryError) as error:
             run.saver.settle()
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
-            run.inputs.entry.measure(step_measurement(run), status, {}, str(error))
+            run.inputs.entry.measure(step_measurement(run) if run.inputs.ranks.is_first else {}, status, {}, str(error))
+            if run.inputs.ranks.n > 1 and is_lost(error):
+                raise RankLost(
+                    f"rank {run.inputs.ranks.rank} lost another one in step {run.step + 1}. {run.saver.what_is_kept()} "
+                    "Continue with --resume."
+                ) from error
             if not _is_out_of_memory(error):
                 raise
             raise CapacityError(
@@ -130,7 +143,7 @@ class _Loop:
         run.began = time.perf_counter()
         rolls_back = anchor_every(settings) > 0
         if rolls_back and run.step == 0:
-            run.saver.begin(lambda: capture(run), wait=True)  # an anomaly before the first scheduled checkpoint goes back here
+            self._begin_checkpoint(wait=True)  # an anomaly before the first scheduled checkpoint goes back here
         while run.step < run.inputs.steps:
             if self._stop_asked():
                 self._stop()
@@ -146,7 +159,7 @@ class _Loop:
             self.stop.nothing_to_save = False
             run.last_batch, run.last_result = batches[-1], result
             run.step += 1
-            n_tokens = sum(batch.tokens.numel() for batch in batches)
+            n_tokens = run.inputs.ranks.n * sum(batch.tokens.numel() for batch in batches)
             run.tokens += n_tokens
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
@@ -154,13 +167,10 @@ class _Loop:
             line = plain(record)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
-                with eager(run.decoder):  # scoring has other shapes, and each would be compiled
-                    line |= self.evaluate(run.decoder, run.inputs.prepared)
-                    if run.optimizers.average is not None:
-                        with run.optimizers.average.swapped_into(run.masters):
-                            averaged = self.evaluate(run.decoder, run.inputs.prepared)
-                        line |= {f"ema_{name}": value for name, value in averaged.items()}
-            run.step_log.append(line)
+                # Ranks that hold rows of the model compute together, and each comes to the same scores.
+                line |= self._scores() if run.masters.is_sharded else run.inputs.ranks.led(self._scores)
+            if run.inputs.ranks.is_first:
+                run.step_log.append(line)
             self.observers.after_line(line)
             recent.append(step_time_s)
             if not record.warm_up:
@@ -177,9 +187,26 @@ class _Loop:
                     run.watch.in_a_row = 0  # the run has got past the anomaly, and a rollback cannot go before this step
                 # With rollbacks the checkpoint is waited for: the step that a run goes back to must not depend on the disk's
                 # speed.
-                run.saver.begin(lambda: capture(run), wait=rolls_back)
+                self._begin_checkpoint(wait=rolls_back)
             run.saver.poll()
         run.train_time_s = run.elapsed_s()
+
+    def _begin_checkpoint(self, wait: bool) -> None:
+        run = self.run
+        run.inputs.ranks.led(lambda: run.saver.begin(lambda: capture(run), wait))
+
+    def _scores(self) -> dict[str, float]:
+        """What ``evaluate`` says of the model, and of the running average of its weights."""
+        run = self.run
+        assert self.evaluate is not None
+        with eager(run.decoder):  # scoring has other shapes, and each would be compiled
+            found = dict(self.evaluate(run.decoder, run.inputs.prepared))
+            if run.optimizers.average is not None:
+                with run.optimizers.average.swapped_into(run.masters):
+                    averaged = self.evaluate(run.decoder, run.inputs.prepared)
+                found |= {f"ema_{name}": value for name, value in averaged.items()}
+        run.masters.update_working_copy()
+        return found
 
     def _step_or_stop(
         self,
@@ -251,13 +278,15 @@ class _Loop:
     def _stop(self) -> NoReturn:
         run = self.run
         try:
-            path = save(run)
+            path = run.inputs.ranks.led(lambda: save(run))
         except CheckpointError as error:
-            raise TwostrokeError(f"stopped at step {run.step}, but {error} {run.saver.what_is_kept()}") from error
-        raise Interrupted(f"stopped at step {run.step} of {run.inputs.steps} with checkpoint {path}. Continue with --resume.")
+            failed = TwostrokeError(f"stopped at step {run.step}, but {error} {run.saver.what_is_kept()}")
+            raise run.inputs.ranks.told(failed) from error
+        stopped = Interrupted(f"stopped at step {run.step} of {run.inputs.steps} with checkpoint {path}. Continue with --resume.")
+        raise run.inputs.ranks.told(stopped)
 
     def _stop_asked(self) -> bool:
-        return self.stop.requested or self.should_stop(self.run.step)
+        return self.run.inputs.ranks.any(self.stop.requested or self.should_stop(self.run.step))
 
 
 def _never(step: int) -> bool:

@@ -1,4 +1,5 @@
-"""Makes a decoder fast on its device: threads, and compilation of each block. The model's own files do not depend on it."""
+"""Lays a decoder out: threads, compilation of each block, and its parameters over ranks. The model's own files do not depend on
+it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from twostroke.training.loss import ChunkFunction, chunk_loss
+from twostroke.training.ranks import Ranks, exchanged
+from twostroke.training.tree_sums import tree_sum
 
 Log = Callable[[str], None]
 
@@ -20,14 +25,68 @@ def pick_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def use_available_cores() -> int:
-    """Let torch use all cores that this process may run on, unless ``OMP_NUM_THREADS`` is set. Returns the number of
-    threads."""
-    if not os.environ.get("OMP_NUM_THREADS"):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if torch.get_num_threads() != cores:
-            torch.set_num_threads(cores)
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_available_cores(asked: int = 0, processes: int = 1) -> int:
+    """Let torch use this process's share of the cores, of ``processes`` that run beside each other, unless ``OMP_NUM_THREADS``
+    is set; or as many threads as are ``asked`` for. Returns the number of threads."""
+    if asked or not os.environ.get("OMP_NUM_THREADS"):
+        threads = asked or max(1, available_cores() // processes)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
     return torch.get_num_threads()
+
+
+class OrderedReduceScatter:
+    """FSDP2's reduce-scatter as an exchange of pieces that each rank adds up in one order; the sum, not the mean.
+
+    It sends as much as a ring does, and half of what gloo's own reduce-scatter sends. Pieces travel in ``wire``, the type that
+    the backward pass computed them in, and are added in fp32.
+    """
+
+    def __init__(self, wire: torch.dtype, exact: bool) -> None:
+        self._wire, self._exact = wire, exact
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        if self._exact:
+            output_tensor.copy_(tree_sum(exchanged(input_tensor.to(self._wire), group)))
+        else:
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
+        return None
+
+
+def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Cut the parameters of ``decoder`` by rows over the ranks of each replica, a block at a time; embedding, head and final
+    norm are one unit, because embedding and head may be one matrix. Blocks compute in ``dtype``.
+
+    zero = 2 keeps the weights gathered from the forward pass to the backward pass, 3 gathers them twice.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    mesh = ranks.mesh["shard"]
+    units = [*decoder.get_submodule("blocks").children(), decoder]
+    for unit in units:
+        reshards = ranks.layout.zero == 3 and unit is not decoder
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
+    for unit in units:
+        unit.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks.layout.exact))  # type: ignore[operator]
+    register_fsdp_forward_method(decoder, "hidden")
+
+
+def drop_gathered(decoder: nn.Module) -> None:
+    """Drop the gathered weights of each unit of ``decoder``, which ``shard_decoder`` made."""
+    for unit in (*decoder.get_submodule("blocks").children(), decoder):
+        unit.reshard()  # type: ignore[operator]
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +30,9 @@ class MasterWeights:
     Memory of N parameters, in bytes: bf16 and fp16 take 2N working copy + 4N masters + 4N gradients, and 2N for the backward
     pass's own gradients until ``accumulate`` adds them up; fp32 takes 4N + 4N; pure bf16 takes 2N + 2N.
     """
+
+    is_sharded = False
+    """Whether ``weights`` and ``gradients`` are this rank's rows only (``training.ranked_masters``)."""
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype = torch.float32) -> None:
         """Make masters of ``decoder``'s trained parameters, which must be fp32, and let the decoder compute in ``dtype``.
@@ -91,13 +97,39 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
+    def finish_window(self) -> Tensor:
+        """The norm of each gradient, at the end of an accumulation window."""
+        return torch.stack(torch._foreach_norm(list(self.gradients.values()), 2, torch.float32))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the whole masters."""
+        return {name: tuple(weight.shape) for name, weight in self.weights.items()}
+
+    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The whole masters by name, and ``extra``."""
+        return self.weights | dict(extra)
+
+    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """The optimizer's ``state`` with whole tensors, as checkpoints hold it."""
+        return state
+
+    def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The whole ``averages`` of the masters by name, and ``extra``."""
+        return dict(averages) | dict(extra)
+
+    def own_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What this process keeps of a checkpoint's ``state``, which is what ``whole_state`` returned."""
+        return state
+
+    @torch.no_grad()
     def update_working_copy(self) -> None:
         """Round the masters into the working copy after an update."""
         if self.has_working_copy:
             torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
 
     @torch.no_grad()
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all masters by ``weights``, of the same names and shapes, and update the working copy."""
         for name, weight in self.weights.items():
             weight.copy_(weights[name])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from twostroke.core.errors import TwostrokeError
 from twostroke.data.loader import Batch
 from twostroke.training.anomalies import anchor_every
-from twostroke.training.build import restore_computation, save
+from twostroke.training.build import read_on_all, restore_computation, save
 from twostroke.training.checkpoint import CheckpointError, load_newest, remove_newer
 from twostroke.training.run import RunState
 from twostroke.training.step import StepResult
@@ -26,15 +26,16 @@ def respond(run: RunState, result: StepResult, batches: Sequence[Batch], windows
     policy, step = settings.anomaly_policy, run.step
     run.watch.in_a_row += 1
     gives_up = run.watch.in_a_row >= settings.anomaly_limit
-    run.anomalies.append(
-        {
-            "step": step,
-            "reason": result.skipped,
-            "action": "stop" if gives_up else policy,
-            "windows": list(windows),
-            "texts": _beginnings(run, batches),
-        }
-    )
+    ranks = run.inputs.ranks
+    record = {
+        "step": step,
+        "reason": result.skipped,
+        "action": "stop" if gives_up else policy,
+        "windows": list(windows),
+        "texts": _beginnings(run, batches) if ranks.is_first else [],
+    }
+    if ranks.is_first:
+        run.anomalies.append(record)
     said = (
         f"step {step} was skipped: its {result.skipped}; weights are unchanged. Its text is windows {windows[0]} to "
         f"{windows[1]} "
@@ -43,7 +44,7 @@ def respond(run: RunState, result: StepResult, batches: Sequence[Batch], windows
     if gives_up or policy == "stop":
         run.inputs.log(said)
         with contextlib.suppress(CheckpointError):
-            save(run)
+            ranks.led(lambda: save(run))
         if policy == "stop":
             why = (
                 f'step {step} was an anomaly (its {result.skipped}), and train.anomaly_policy is "stop". '
@@ -54,7 +55,7 @@ def respond(run: RunState, result: StepResult, batches: Sequence[Batch], windows
                 f"{run.watch.in_a_row} anomalies in a row, up to step {step} (its {result.skipped}). "
                 f"Lower train.learning_rate or look at the text in {run.inputs.directory.anomalies}."
             )
-        raise TwostrokeError(f"{why} {run.saver.what_is_kept()}")
+        raise ranks.told(TwostrokeError(f"{why} {run.saver.what_is_kept()}"))
     if policy == "rollback":
         _roll_back(run)
         said += f" The run went back to step {run.step}; the text since then is not read again."
@@ -70,17 +71,20 @@ def _roll_back(run: RunState) -> None:
     """
     every = anchor_every(run.inputs.recipe.train)
     run.saver.settle()
-    checkpoint = load_newest(run.inputs.directory.checkpoints, run.inputs.log, lambda step: step % every == 0)
+    checkpoints, ranks = run.inputs.directory.checkpoints, run.inputs.ranks
+    checkpoint = read_on_all(run, lambda: load_newest(checkpoints, run.inputs.log, lambda step: step % every == 0))
     if checkpoint is None:
-        raise TwostrokeError(
+        error = TwostrokeError(
             f"step {run.step} was an anomaly, and no checkpoint of a multiple of {every} steps is left to roll back to. "
             'Set train.anomaly_policy to "skip", or start another run.'
         )
+        raise ranks.told(error)
     in_a_row = run.watch.in_a_row
     restore_computation(run, checkpoint)
     run.watch.in_a_row = in_a_row
-    run.step_log.restart(run.step)
-    remove_newer(run.inputs.directory.checkpoints, run.step)
+    if ranks.is_first:
+        run.step_log.restart(run.step)
+        remove_newer(checkpoints, run.step)
 
 
 def _beginnings(run: RunState, batches: Sequence[Batch]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,9 +23,11 @@ from twostroke.training.anomalies import AnomalyLog, SpikeWatch
 from twostroke.training.experts import correction_biases
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.precision import MasterWeights
+from twostroke.training.ranks import ALONE, Part, Ranks
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.step import StepResult, TrainStep
+from twostroke.training.whole import Whole
 
 Log = Callable[[str], None]
 
@@ -41,6 +43,7 @@ class RunInputs:
     entry: Recording  # in the ledger
     resumes: bool
     log: Log
+    ranks: Ranks = ALONE
 
     @property
     def steps(self) -> int:
@@ -95,9 +98,25 @@ class RunState:
         return {} if self.inputs.recipe.trains_adapters else correction_biases(self.decoder)
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """The masters and ``biases``: what a checkpoint and the model's directory hold."""
-        return self.masters.weights | self.biases
+    def weights(self) -> Mapping[str, Tensor]:
+        """The whole masters and ``biases``: what a checkpoint and the model's directory hold. Where ranks hold rows of them, one
+        is gathered when it is read, inside ``Ranks.led``; ``optimizer_state`` and ``average`` likewise."""
+        return self.masters.whole(self.biases)
+
+    @property
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        return self.masters.whole_state(self.optimizers.state())
+
+    @property
+    def average(self) -> Mapping[str, Tensor] | None:
+        """The running average of the weights, and ``biases``."""
+        average = self.optimizers.average
+        return None if average is None else self.masters.whole_average(average.averages, self.biases)
+
+    def parts(self) -> dict[str, Part]:
+        """What ranks hold together of weights and optimizer, by the names under which they ask each other for it."""
+        held = (self.weights, self.optimizer_state)
+        return {name: part for whole in held if isinstance(whole, Whole) for name, part in whole.parts().items()}
 
     def elapsed_s(self) -> float:
         return self.elapsed_before_s + time.perf_counter() - self.began

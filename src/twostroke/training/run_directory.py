@@ -16,6 +16,7 @@ from twostroke.core.aside import write_text, written_file
 from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.training.retrying_file import RetryingFile
@@ -33,8 +34,10 @@ CHANGEABLE = (
     "train.tensorboard",
     "train.sample_every",
     "train.sample_prompts",
+    *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelRecipe)),
 )
-"""Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.)"""
+"""Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.) The
+order of sums that ``[parallel]`` decides is in the run's environment, and a resume in another one is logged."""
 
 Log = Callable[[str], None]
 

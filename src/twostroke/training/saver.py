@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -43,11 +43,11 @@ class Snapshot:
     @torch.no_grad()
     def take(self, checkpoint: Checkpoint) -> Checkpoint:
         weights, optimizer = self._copied("weights", checkpoint.weights), self._copied("optimizer", checkpoint.optimizer)
-        if any(tensor.is_cuda for tensor in (*checkpoint.weights.values(), *checkpoint.optimizer.values())):
+        if any(buffer.is_pinned() for buffer in self._buffers.values()):
             torch.cuda.synchronize()  # copies from a GPU are asynchronous
         return Checkpoint(weights, optimizer, checkpoint.state)
 
-    def _copied(self, part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _copied(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         copies = {}
         for name, tensor in tensors.items():
             buffer = self._buffers.get((part, name))

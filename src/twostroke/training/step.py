@@ -118,7 +118,7 @@ class TrainStep:
         micro-batches; if it returns True, WindowAbandoned is raised.
         """
         # A mean of the micro-batches' means would give a token more weight in a batch with few valid tokens.
-        n_valid = sum(batch.n_valid for batch in batches)
+        n_valid = self._n_valid(batches)
         scaler = self.optimizers.loss_scale
         loss, norms = self._window(batches, n_valid, clock, abandon)
         # If the loss itself is not finite, a smaller scale cannot help.
@@ -148,6 +148,10 @@ class TrainStep:
         clock.lap("optimizer")
         return StepResult(loss, norm, n_valid, block_grad_norms=by_part, expert_load=load)
 
+    def _n_valid(self, batches: Sequence[Batch]) -> int:
+        """Tokens with a target in the whole window."""
+        return sum(batch.n_valid for batch in batches)
+
     def _window(
         self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
     ) -> tuple[float, Tensor]:
@@ -167,8 +171,7 @@ class TrainStep:
                 total += self._forward_backward_guarded(part, share * loss_scale, clock)
                 self.masters.accumulate()
             clock.lap("optimizer")
-        norms = torch.stack(torch._foreach_norm(list(self.masters.gradients.values()), 2, torch.float32))
-        return total.item() * share, norms / loss_scale
+        return total.item() * share, self.masters.finish_window() / loss_scale
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Split a micro-batch into passes of ``policy.rows_at_once`` rows. On a CPU the activations of 2,048 tokens stay in the

@@ -16,6 +16,7 @@ from types import TracebackType
 from torch import Tensor
 
 from twostroke.model.safetensors_file import header_of, tensor_bytes
+from twostroke.training.whole import rows_of_tensors
 
 PIECE_BYTES = 1 << 20
 """A piece is hashed, then written. It is small enough to stay in a core's cache in between, and to release the GIL often."""
@@ -55,7 +56,8 @@ class HashedFile:
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors`` in the order of their names, whatever device they are on, one at a time."""
-    rows = {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)}
+    described = rows_of_tensors(tensors)
+    rows = {name: described[name] for name in sorted(described)}
     file.write(header_of(rows))
     for name in rows:
         file.write(tensor_bytes(tensors[name]))

@@ -1,0 +1,130 @@
+"""Muon where ranks hold rows of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
+
+Orthogonalising needs all rows. So a rank's rows of weight and gradient travel to the owner, which updates the matrix as one
+process would, and the new rows travel back. Owners take turns in the order of the matrices, and keep the momentum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twostroke.training.ranked_masters import ShardedMasters
+from twostroke.training.ranks import Part
+from twostroke.training.whole import OwnedPart, rows_of
+
+MOMENTUM = "momentum_buffer"
+
+
+class OwnedMatrices:
+    """The optimizer of the masters by ``names``. ``parts`` are (key, rows) of the matrices that each packs, in order.
+
+    It has ``param_groups`` and ``step`` as torch's optimizers have.
+    """
+
+    def __init__(
+        self,
+        masters: ShardedMasters,
+        parts: dict[str, Sequence[tuple[str, int]]],
+        make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    ) -> None:
+        self._masters, self._parts, self._names = masters, parts, list(parts)
+        masters.owned = frozenset(self._names)
+        ranks = masters.ranks
+        self._n, self._own = ranks.layout.shard, ranks.shard
+        self._group = ranks.mesh.get_group("shard")
+        self._device = next(iter(masters.weights.values())).device
+        # A leaf for each matrix of an owned master; its memory is there during its update alone.
+        self._leaves = {
+            name: [torch.empty(0, 0, device=self._device) for _ in parts[name]]
+            for number, name in enumerate(self._names)
+            if self._owner(number) == self._own
+        }
+        self._optimizers = {name: make(leaves) for name, leaves in self._leaves.items()}
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": make([torch.empty(1, 1)]).param_groups[0]["lr"]}]
+
+    def _owner(self, number: int) -> int:
+        return number % self._n
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for start in range(0, len(self._names), self._n):
+            self._round(self._names[start : start + self._n])
+
+    def _round(self, names: Sequence[str]) -> None:
+        """Update the matrices ``names``, the i-th on rank i."""
+        mine = names[self._own] if self._own < len(names) else None
+        local = {name: (self._masters.weights[name], self._masters.gradients[name]) for name in names}
+        sent = [torch.cat([t.reshape(-1) for t in local[name]]) for name in names]
+        sizes = [t.numel() for t in sent] + [0] * (self._n - len(names))
+        counts = [2 * count for count in self._counts(mine)]
+        received = torch.empty(sum(counts), device=self._device)
+        dist.all_to_all_single(received, torch.cat(sent), counts, sizes, group=self._group)
+        updated = torch.empty(0, device=self._device)
+        if mine is not None:
+            pairs = [piece.chunk(2) for piece in received.split(counts) if piece.numel()]
+            weight, gradient = (torch.cat([pair[i] for pair in pairs]).view(self._masters.shapes[mine]) for i in range(2))
+            self._update(mine, weight, gradient)
+            updated = weight.reshape(-1)
+        back = torch.empty(sum(sizes) // 2, device=self._device)
+        dist.all_to_all_single(back, updated, [s // 2 for s in sizes], [c // 2 for c in counts], group=self._group)
+        for name, rows in zip(names, back.split([s // 2 for s in sizes[: len(names)]]), strict=True):
+            weight = local[name][0]
+            weight.copy_(rows.view_as(weight))
+
+    def _counts(self, name: str | None) -> list[int]:
+        """Elements of master ``name`` on each rank of the replica."""
+        if name is None:
+            return [0] * self._n
+        n_rows, *rest = self._masters.shapes[name]
+        spans = (rows_of(n_rows, shard, self._n) for shard in range(self._n))
+        return [(end - first) * math.prod(rest) for first, end in spans]
+
+    def _update(self, name: str, weight: Tensor, gradient: Tensor) -> None:
+        rows = [n for _, n in self._parts[name]]
+        leaves = self._leaves[name]
+        for leaf, w, g in zip(leaves, weight.split(rows), gradient.split(rows), strict=True):
+            leaf.data, leaf.grad = w, g
+        optimizer = self._optimizers[name]
+        optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        optimizer.step()
+        for leaf in leaves:
+            leaf.grad, leaf.data = None, torch.empty(0, 0, device=self._device)
+
+    def _all(self) -> Iterator[tuple[int, str, int, str, int]]:
+        """(owner, master, number of the matrix in it, key, rows) of each matrix."""
+        for number, name in enumerate(self._names):
+            for place, (key, rows) in enumerate(self._parts[name]):
+                yield self._owner(number), name, place, key, rows
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for *_, key, _ in self._all()]
+
+    def state(self, has_begun: bool) -> dict[str, Part]:
+        """The momentum of each matrix by its key; none before the first step."""
+        found: dict[str, Part] = {}
+        for owner, name, place, key, rows in self._all() if has_begun else ():
+            tensor = None
+            if owner == self._own:
+                tensor = self._optimizers[name].state[self._leaves[name][place]][MOMENTUM]
+            shape = (rows, *self._masters.shapes[name][1:])
+            found[f"{key}::{MOMENTUM}"] = OwnedPart(tensor, shape, owner, torch.float32, self._device)
+        return found
+
+    def load_state(self, by_key: dict[str, dict[str, Tensor]]) -> None:
+        """Restore the momentum of the matrices that this rank owns."""
+        for owner, name, place, key, _ in self._all():
+            if owner == self._own and key in by_key:
+                state = {MOMENTUM: by_key[key][MOMENTUM].to(self._device, copy=True)}
+                self._optimizers[name].state[self._leaves[name][place]] = state
+
+    @property
+    def state_bytes(self) -> int:
+        states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
+        return sum(t.numel() * t.element_size() for state in states for t in state.values())

@@ -1,0 +1,174 @@
+"""Master weights of a run by the recipe's ``[parallel]``: whole on each rank, or rows of each; gradients are added in one order.
+
+Both kinds take the gradients of each micro-batch away and add them up in a tree (``training.tree_sums``), then over replicas.
+The norm of a gradient is that of its rows' norms, which no layout cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twostroke.model.decoder import Decoder
+from twostroke.training.parallelize import drop_gathered, shard_decoder
+from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
+from twostroke.training.ranks import Part, Ranks
+from twostroke.training.tree_sums import TreeSum
+from twostroke.training.whole import RowsPart, Whole, rows_of
+
+WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+"""What the names begin with by which ranks ask each other for parts."""
+
+
+class SummedMasters(MasterWeights):
+    """The whole model's masters on each rank. Gradients are summed over micro-batches and replicas in one order."""
+
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._sums = TreeSum(in_order=ranks.layout.exact)
+        super().__init__(decoder, dtype, stored)
+
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        self._sums.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        leaves = [self._taken(parameter) for parameter in self._parameters.values()]
+        self._sums.add(leaves)
+
+    def _taken(self, parameter: Tensor) -> Tensor:
+        """The gradient of ``parameter``, which has none from here on."""
+        gradient, parameter.grad = parameter.grad, None
+        return torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient
+
+    @torch.no_grad()
+    def finish_window(self) -> Tensor:
+        # One micro-batch's gradient is in the type it was computed in; sums are in fp32.
+        wire = self._leaf_dtype if self._sums.count == 1 else torch.float32
+        totals = self._sums.total()
+        self.ranks.sum_over_replicas(totals, wire)
+        torch._foreach_copy_(list(self.gradients.values()), totals)
+        return self._norms()
+
+    @property
+    def _leaf_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def _norms(self) -> Tensor:
+        """√Σ‖row‖² of each gradient, of the rows of all shards in their order."""
+        n, norms, heights = self.ranks.layout.shard, [], []
+        for name, gradient in self.gradients.items():
+            rows = gradient.float().abs() if gradient.dim() < 2 else torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32)  # fmt: skip
+            heights.append(-(-self.shapes[name][0] // n))
+            norms.append(nn.functional.pad(rows, (0, heights[-1] - len(rows))))
+        all_rows = self.ranks.over_shards(torch.cat(norms))
+        squares = [
+            rows.reshape(-1)[: self.shapes[name][0]].double().square().sum()
+            for name, rows in zip(self.gradients, all_rows.split(heights, dim=1), strict=True)
+        ]
+        return torch.stack(squares).sqrt().float()
+
+
+class ShardedMasters(SummedMasters):
+    """Rows of each master on each rank of a replica (ZeRO-2 and 3 by torch's FSDP2).
+
+    The decoder's parameters are the masters' rows in fp32. FSDP2 rounds them to the type of the computation when it gathers
+    them, and hands each rank its rows of the gradients' sum.
+    """
+
+    is_sharded = True
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._sums = TreeSum(in_order=ranks.layout.exact)
+        self.dtype, self.stored = dtype, torch.float32
+        self._decoder = decoder
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        shard_decoder(decoder, ranks, dtype)
+        self._parameters = dict(decoder.named_parameters())
+        with torch.no_grad():
+            self.weights = {name: _local(parameter) for name, parameter in self._parameters.items()}
+        self.frozen_bytes = sum(t.numel() * t.element_size() for t in decoder.buffers())
+        self.has_working_copy = False
+        self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self.owned: frozenset[str] = frozenset()  # whose optimizer state is of the whole matrix (``training.owned_matrices``)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return self.weights
+
+    @property
+    def _leaf_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _taken(self, parameter: Any) -> Tensor:
+        gradient, parameter.grad = parameter.grad, None
+        return torch.zeros_like(_local(parameter)) if gradient is None else _local(gradient)
+
+    def update_working_copy(self) -> None:
+        drop_gathered(self._decoder)  # what a forward pass without a backward one left is of the old weights
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(self._rows(name, weights[name]))
+        self.update_working_copy()
+
+    def _rows(self, name: str, whole: Tensor) -> Tensor:
+        first, end = rows_of(self._shapes[name][0], self.ranks.shard, self.ranks.layout.shard)
+        return whole[first:end]
+
+    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        parts: dict[str, Tensor | Part] = {name: RowsPart(w, self._shapes[name]) for name, w in self.weights.items()}
+        return Whole(self.ranks, parts | dict(extra), WEIGHTS)
+
+    def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        parts: dict[str, Tensor | Part] = {name: RowsPart(a, self._shapes[name]) for name, a in averages.items()}
+        return Whole(self.ranks, parts | dict(extra), f"{OPTIMIZER}ema::")  # as the optimizer's state names them
+
+    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        parts: dict[str, Tensor | Part] = {}
+        for key, value in state.items():
+            name = self._weight_of(key)
+            is_rows = name is not None and isinstance(value, Tensor) and value.dim() > 0
+            parts[key] = RowsPart(value, self._shapes[name]) if is_rows and name is not None else value
+        return Whole(self.ranks, parts, OPTIMIZER)
+
+    def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for key, value in state.items():
+            name = self._weight_of(key)
+            found[key] = value if name is None or value.dim() == 0 else self._rows(name, value)
+        return found
+
+    def _weight_of(self, key: str) -> str | None:
+        """The weight whose rows the state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole matrix's."""
+        owner, _, name = key.partition("::")
+        return next((weight for weight in (owner, name) if weight in self._shapes and weight not in self.owned), None)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeights:
+    """The masters of a run of ``train.dtype``; ``ranks`` where its recipe has ``[parallel]``."""
+    if ranks is None:
+        return MasterWeights.of(decoder, dtype)
+    computed, stored = COMPUTED_AND_STORED[dtype]
+    if ranks.layout.shard > 1:
+        return ShardedMasters(decoder, computed, ranks)
+    return SummedMasters(decoder, computed, stored, ranks)
+
+

@@ -1,0 +1,60 @@
+"""The step of a run whose recipe has ``[parallel]``: a window of numbered micro-batches that ranks share out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twostroke.data.loader import Batch
+from twostroke.training.clock import StepClock
+from twostroke.training.ranks import Ranks
+from twostroke.training.step import TrainStep
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""2⁶⁴ over the golden ratio: seeds of neighbouring micro-batches differ in many bits."""
+
+
+class RankedStep(TrainStep):
+    """A micro-batch is one pass, whatever the layout, and draws random numbers by its own number in the window."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.ranks = ranks
+
+    def _n_valid(self, batches: Sequence[Batch]) -> int:
+        return int(sum(map(sum, self.ranks.numbers([batch.n_valid for batch in batches]))))
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        return [batch]
+
+    def _window(
+        self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
+    ) -> tuple[float, Tensor]:
+        scaler = self.optimizers.loss_scale
+        loss_scale = 1.0 if scaler is None else scaler.scale
+        share = 1.0 / max(1, n_valid)
+        self.masters.zero_gradients()
+        if self.experts is not None:
+            self.experts.begin_window()
+        seed = int(torch.randint(2**62, ()))  # the same on all ranks, whose generators are in one state between steps
+        state = torch.get_rng_state()
+        losses = []
+        for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n), batches, strict=True):
+            torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
+            losses.append(self._forward_backward_guarded(batch, share * loss_scale, clock))
+            self.masters.accumulate()
+            clock.lap("optimizer")
+        torch.manual_seed(seed)  # a GPU's generator too
+        torch.set_rng_state(state)
+        norms = self.masters.finish_window()
+        if self.experts is not None:
+            self.ranks.sum_counts([mlp.load for mlp in self.experts.mixtures])
+        # fsum is exact, so the order in which ranks computed them does not matter.
+        flat = [loss for rank in self.ranks.numbers(torch.stack(losses).tolist()) for loss in rank]
+        total = math.fsum(flat) if all(map(math.isfinite, flat)) else sum(flat)
+        clock.lap("optimizer")
+        return total * share, norms / loss_scale

@@ -1,0 +1,314 @@
+"""The processes that train one run together: their group, what they agree on, and what the first of them does for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.training.tree_sums import tree_sum
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""Longest wait for another rank inside a step. A rank that was killed is noticed at once, by its closed connections."""
+
+LONGEST_WORK = timedelta(days=1)
+"""Longest wait for what the first rank does for all: preparing data, writing a model."""
+
+BUCKET_BYTES = 16 * 2**20
+"""Gradients that replicas exchange at once."""
+
+
+class RankLost(TwostrokeError):
+    """Another rank ended or hangs. ``train --ranks`` says which, so the ranks that it started do not."""
+
+
+class Part(Protocol):
+    """A tensor that ranks hold together."""
+
+    def gather(self, ranks: Ranks) -> Tensor | None:
+        """The whole tensor on the first rank, None on others. All ranks of the first replica call it."""
+
+
+class Ranks:
+    """One process of ``n``. ``layout`` is set by ``lay_out``; rank r is number r % shard of replica r // shard."""
+
+    def __init__(self, rank: int = 0, n: int = 1, control: Any = None) -> None:
+        self.rank, self.n = rank, n
+        self.layout = ParallelRecipe(data=n)
+        self.mesh: Any = None
+        self.parts: Callable[[], Mapping[str, Part]] = dict
+        self._control = control
+        self._leading = False
+        self.is_alone = False
+
+    # -- who ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.layout.shard
+
+    @property
+    def shard(self) -> int:
+        """The number of this rank in its replica."""
+        return self.rank % self.layout.shard
+
+    def lay_out(self, layout: ParallelRecipe, device: torch.device) -> None:
+        """Use ``layout``, which ``ParallelRecipe.on`` has filled in."""
+        self.layout = layout
+        if self.n > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            names = ("replica", "shard")
+            self.mesh = init_device_mesh(device.type, (layout.data, layout.shard), mesh_dim_names=names)
+
+    def micro_batches(self, n: int) -> list[int]:
+        """Numbers of those of a step's ``n`` micro-batches that this rank computes.
+
+        Replicas take whole branches of the sum's tree, so that they exchange gradients once a step; the ranks of a replica, whose
+        gradients are reduced after each pass, take neighbours.
+        """
+        each = n // self.layout.data
+        return list(range(self.replica * each + self.shard, (self.replica + 1) * each, self.layout.shard))
+
+    @property
+    def sums(self) -> str:
+        """In which order gradients are added."""
+        if self.is_alone:
+            return "one after another"
+        return "in a tree" if self.layout.exact else f"by {self.n} ranks"
+
+    @property
+    def is_one_machine(self) -> bool:
+        return self.n == int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
+
+    def told(self, error: TwostrokeError) -> TwostrokeError:
+        """``error``, which every rank raises; the first one tells it."""
+        error.is_told = not self.is_first
+        return error
+
+    # -- agreeing -----------------------------------------------------------------------------------------------------------
+
+    def gathered(self, found: T) -> list[T]:
+        """What every rank found, by rank."""
+        if self.n == 1:
+            return [found]
+        everything: list[Any] = [None] * self.n
+        dist.all_gather_object(everything, found, group=self._control)
+        return everything
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        if self.n == 1:
+            return flag
+        one = torch.tensor([flag], dtype=torch.int32)
+        dist.all_reduce(one, dist.ReduceOp.MAX, group=self._control)
+        return bool(one.item())
+
+    def numbers(self, own: Sequence[float]) -> list[list[float]]:
+        """``own`` of every rank, which are equally many."""
+        if self.n == 1:
+            return [list(own)]
+        sent = torch.tensor(list(own), dtype=torch.float64)
+        found = torch.empty(self.n * len(sent), dtype=torch.float64)
+        dist.all_gather_into_tensor(found, sent, group=self._control)
+        return found.view(self.n, -1).tolist()
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A context whose errors are raised on every rank. The first rank that has one tells it."""
+        error: TwostrokeError | None = None
+        try:
+            yield
+        except TwostrokeError as raised:
+            error = raised
+        errors = self.gathered(error)
+        found = next(((rank, e) for rank, e in enumerate(errors) if e is not None), None)
+        if found is not None:
+            rank, raised = found
+            raised.is_told = rank != self.rank
+            raise raised
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on the first rank, which alone does it, on all ranks; its errors likewise.
+
+        The others wait, and hand over the parts of tensors that ``Whole`` asks for.
+        """
+        if self.n == 1:
+            return work()
+        if not self.is_first:
+            self._hand_over()
+            value, error = self._sent(None)
+            if error is not None:
+                error.is_told = True
+                raise error
+            return value
+        outcome: tuple[Any, TwostrokeError | None] = (None, None)
+        self._leading = True
+        try:
+            outcome = (work(), None)
+        except TwostrokeError as error:
+            outcome = (None, error)
+        finally:
+            self._leading = False
+        self._ask(-1)
+        value, error = self._sent(outcome)
+        if error is not None:
+            raise error
+        return value
+
+    def _sent(self, value: Any) -> Any:
+        """``value`` of the first rank."""
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self._control)
+        return box[0]
+
+    def _ask(self, number: int) -> int:
+        message = torch.tensor([number], dtype=torch.int64)
+        dist.broadcast(message, 0, group=self._control)
+        return int(message.item())
+
+    def _hand_over(self) -> None:
+        parts: list[Part] | None = None
+        while (number := self._ask(0)) >= 0:
+            if parts is None:
+                found = self.parts()
+                parts = [found[name] for name in sorted(found)]
+            if self.replica == 0:
+                parts[number].gather(self)
+
+    def whole(self, name: str, found: Mapping[str, Part]) -> Tensor:
+        """The tensor of which ``found``, the first rank's ``parts``, has a part by ``name``. Inside ``led`` only."""
+        if self.n > 1:
+            if not self._leading:
+                raise RuntimeError(f"{name} is gathered outside of led()")
+            self._ask(sorted(found).index(name))
+        tensor = found[name].gather(self)
+        assert tensor is not None
+        return tensor
+
+    # -- tensors ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sum_over_replicas(self, tensors: Sequence[Tensor], wire: torch.dtype) -> None:
+        """Replace ``tensors`` by their sums over the replicas, sent as ``wire``, the type that holds each of them exactly."""
+        if self.layout.data == 1:
+            return
+        group = self.mesh.get_group("replica")
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            n = self.layout.data
+            if not self.layout.exact:
+                dist.all_reduce(flat, group=group)
+            else:
+                own = -(-flat.numel() // n)
+                sent = torch.nn.functional.pad(flat.to(wire), (0, own * n - flat.numel()))
+                mine = tree_sum(exchanged(sent, group)).to(flat.dtype)
+                whole = torch.empty(own * n, dtype=flat.dtype, device=flat.device)
+                dist.all_gather_into_tensor(whole, mine, group=group)
+                flat = whole[: flat.numel()]
+            for tensor, summed in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(summed.view_as(tensor))
+
+    def over_shards(self, flat: Tensor) -> Tensor:
+        """(shard, n): ``flat`` of every rank of this replica, of equal length."""
+        if self.layout.shard == 1:
+            return flat[None]
+        found = torch.empty(self.layout.shard * flat.numel(), dtype=flat.dtype, device=flat.device)
+        dist.all_gather_into_tensor(found, flat, group=self.mesh.get_group("shard"))
+        return found.view(self.layout.shard, -1)
+
+    def sum_counts(self, tensors: Sequence[Tensor]) -> None:
+        """Replace ``tensors`` of counts, whose sums are exact in any order, by their sums over all ranks."""
+        if self.n > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+
+ALONE = Ranks()
+"""A process whose recipe has no ``[parallel]``."""
+ALONE.is_alone = True
+
+
+def exchanged(sent: Tensor, group: Any) -> list[Tensor]:
+    """Of n equal pieces of ``sent`` the i-th goes to rank i of ``group``; those that came from its ranks, in their order."""
+    n = dist.get_world_size(group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return list(received.view(n, -1))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(t.numel() * t.element_size() for t in bucket) >= BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or `twostroke train --ranks`, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The rank that the environment describes, in a group with the others until the end of the context.
+
+    On a GPU it is that of ``LOCAL_RANK``. Raises InputError if the environment is incomplete, and if the others do not come.
+    """
+    try:
+        rank, n, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"RANK and WORLD_SIZE are set, but not {error} as torchrun sets it. Start with `torchrun -m twostroke train`, "
+            "or with `twostroke train --ranks N`."
+        ) from None
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        if local >= torch.cuda.device_count():
+            raise InputError(f"rank {rank} has LOCAL_RANK={local}, and this machine has {torch.cuda.device_count()} GPUs.")
+        torch.cuda.set_device(local)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=LONGEST_WORK)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"rank {rank} could not join {n} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+            f"{_first_line(error)}."
+        ) from None
+    try:
+        yield Ranks(rank, n, control)
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether ``error`` is that of a collective whose other ranks are gone or hang."""
+    words = ("connection closed by peer", "connection reset", "timed out", "broken pipe", "socket", "gloo", "nccl")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
+

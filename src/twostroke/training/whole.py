@@ -1,0 +1,100 @@
+"""Whole tensors of parts that ranks hold: each is gathered on the first rank when it is read, and not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twostroke.training.ranks import Part, Ranks
+
+
+def rows_of(n_rows: int, shard: int, n_shards: int) -> tuple[int, int]:
+    """(first, end) of the rows that rank ``shard`` of a replica holds of a tensor of ``n_rows``: ⌈rows/n⌉ each, the last fewer."""
+    each = -(-n_rows // n_shards)
+    return min(n_rows, shard * each), min(n_rows, (shard + 1) * each)
+
+
+@dataclass(frozen=True)
+class RowsPart:
+    """The rows of a tensor of ``shape`` that a rank of a replica holds."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    def gather(self, ranks: Ranks) -> Tensor | None:
+        n = ranks.layout.shard
+        if not ranks.is_first:
+            if self.local.numel():
+                dist.send(self.local.contiguous(), 0)
+            return None
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
+        for shard in range(n):
+            first, end = rows_of(self.shape[0], shard, n)
+            if shard == 0:
+                whole[first:end].copy_(self.local)
+            elif end > first:
+                dist.recv(whole[first:end], shard)
+        return whole
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """A whole tensor that one rank of a replica, its ``owner``, holds."""
+
+    tensor: Tensor | None
+    shape: tuple[int, ...]
+    owner: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def gather(self, ranks: Ranks) -> Tensor | None:
+        if ranks.shard == self.owner:
+            assert self.tensor is not None
+            if not ranks.is_first:
+                dist.send(self.tensor.contiguous(), 0)
+            return self.tensor
+        if not ranks.is_first:
+            return None
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        dist.recv(whole, self.owner)
+        return whole
+
+
+class Whole(Mapping[str, Tensor]):
+    """Tensors by name, some of them parts of ``ranks``; reading such a one gathers it, inside ``Ranks.led``."""
+
+    def __init__(self, ranks: Ranks, tensors: Mapping[str, Tensor | Part], prefix: str) -> None:
+        self._ranks, self._tensors, self._prefix = ranks, dict(tensors), prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._tensors[name]
+        return found if isinstance(found, Tensor) else self._ranks.whole(self._prefix + name, self._ranks.parts())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def parts(self) -> dict[str, Part]:
+        """Those that are parts, by the name under which ranks ask for them."""
+        return {self._prefix + name: t for name, t in self._tensors.items() if not isinstance(t, Tensor)}
+
+    def rows(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each, without gathering any."""
+        return {name: (t.dtype, tuple(t.shape)) for name, t in self._tensors.items()}  # type: ignore[attr-defined]
+
+
+def rows_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of each of ``tensors``, which may be parts."""
+    if isinstance(tensors, Whole):
+        return tensors.rows()
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
