@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,14 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.training_progress import training_progress
 from twostroke.cli.training_summary import summary_text
+from twostroke.core.errors import InputError, TwostrokeError
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
     from twostroke.data.shards import PreparedData
     from twostroke.model.decoder import Decoder
     from twostroke.training.finish import TrainingResult
+    from twostroke.training.ranks import Ranks
 
 LINGER_S = 4.0
 """Seconds that an open page has to fetch the last state of a run that is over."""
@@ -34,20 +37,71 @@ def train(
     watch_port: int | None = typer.Option(
         None, "--watch-port", metavar="N", help="Port of that page; 0: any that is free. [8765 or next]"
     ),
+    ranks: int | None = typer.Option(
+        None, "--ranks", metavar="N", help="Processes that train together on this machine, by the recipe's [parallel]."
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Train by a TOML recipe with checkpoints, then score the model on held-out text beside xz -9.
 
     The prediction is frozen in the ledger before the first step and what was measured is added after the last. Ctrl-C and
-    SIGTERM write a checkpoint and exit with 75; --resume continues to the same losses and weights.
+    SIGTERM write a checkpoint and exit with 75; --resume continues to the same losses and weights. `torchrun -m twostroke
+    train RECIPE` trains on several ranks too, on one host or more.
     """
     from twostroke.core.recipe import read_recipe
 
+    if ranks is None and is_rank():
+        _train_as_rank(recipe, settings, resume, as_json)
+        return
     parsed = read_recipe(recipe, settings)  # before torch is imported, so that a wrong key is told at once
-
     with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
+        if ranks is not None:
+            _launch(parsed, ranks, recipe, settings, resume, as_json)
+            return
         directory, summary = _train_and_score(parsed, resume)
     emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or ``--ranks``, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _launch(parsed: TrainRecipe, n: int, recipe: Path, settings: list[str], resume: bool, as_json: bool) -> None:
+    """Train as ``n`` ranks, and exit with their code if one failed, which has said why."""
+    from twostroke.cli.launch import run_ranks
+    from twostroke.core.parallel_recipe import ParallelRecipe
+    from twostroke.training.parallelize import available_cores
+
+    if n < 1:
+        raise InputError(f"--ranks {n} must be at least 1.")
+    layout = (parsed.parallel or ParallelRecipe()).on(n, parsed.train.grad_accumulation)
+    options = ["--resume"] * resume + ["--json"] * as_json
+    words = ["train", str(recipe), *options, *(word for setting in settings for word in ("--set", setting))]
+    code = run_ranks(n, words, Path(parsed.output), layout.threads or max(1, available_cores() // n))
+    if code:
+        raise typer.Exit(code)
+
+
+def _train_as_rank(recipe: Path, settings: list[str], resume: bool, as_json: bool) -> None:
+    """Train as one rank of several. The first one logs, scores the model and prints the result."""
+    from twostroke.cli.launch import LAUNCHED
+    from twostroke.core.recipe import read_recipe
+    from twostroke.training.ranks import RankLost, joined
+
+    try:
+        with joined() as ranks:
+            with ranks.agreed():
+                parsed = read_recipe(recipe, settings)
+            result = _train(parsed, resume, ranks)
+            is_first = ranks.is_first
+    except TwostrokeError as error:
+        if error.is_told or (isinstance(error, RankLost) and LAUNCHED in os.environ):
+            raise typer.Exit(error.exit_code) from None
+        raise
+    if is_first:
+        directory, summary = _scored(parsed, result)
+        emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
 
 
 @contextlib.contextmanager
@@ -65,23 +119,35 @@ def _watched(directory: Path, port: int | None) -> Iterator[None]:
 
 def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str, Any]]:
     """Train, or find the run finished. Returns its directory and summary, with its score on held-out text."""
+    return _scored(recipe, _train(recipe, resume, None))
+
+
+def _train(recipe: TrainRecipe, resume: bool, ranks: Ranks | None) -> TrainingResult:
+    """Train, or find the run finished, with the other ``ranks`` if there are any."""
     import psutil
 
     from twostroke.training.loop import execute
     from twostroke.training.parallelize import use_available_cores
-    from twostroke.training.start import describe, find_finished, start
+    from twostroke.training.start import describe, find_finished, lay_out, start
 
-    use_available_cores()
-    result = find_finished(recipe, resume)
+    laid_out = lay_out(recipe, ranks)
+    use_available_cores(laid_out.layout.threads, laid_out.n_local)
+    result = find_finished(recipe, resume, laid_out)
+    began = psutil.Process().create_time()
+    if not laid_out.is_first:
+        return result or execute(start(recipe, resume, ranks=laid_out), None, _score_briefly, command_began=began)
     if result is None:
         with progress("preparing data", 1.0) as advance:
-            run = start(recipe, resume, log, advance)
+            run = start(recipe, resume, log, advance, ranks=laid_out)
         log(describe(run))
-        began = psutil.Process().create_time()
         with training_progress(run.steps) as show:
-            result = execute(run, show, _score_briefly, command_began=began)
-    else:
-        log(f"the run in {result.directory} had finished: nothing is left to train.")
+            return execute(run, show, _score_briefly, command_began=began)
+    log(f"the run in {result.directory} had finished: nothing is left to train.")
+    return result
+
+
+def _scored(recipe: TrainRecipe, result: TrainingResult) -> tuple[Path, dict[str, Any]]:
+    """The directory and summary of a finished run, with its score on held-out text."""
     summary = result.summary
     if not {"heldout_bits_per_byte", "heldout_answer_nats_per_token"} & summary["measurement"].keys():
         summary = _score(result, recipe.train.compute_dtype)

@@ -201,11 +201,12 @@ class _Loop:
         assert self.evaluate is not None
         with eager(run.decoder):  # scoring has other shapes, and each would be compiled
             found = dict(self.evaluate(run.decoder, run.inputs.prepared))
+            run.masters.drop_gathered()
             if run.optimizers.average is not None:
                 with run.optimizers.average.swapped_into(run.masters):
                     averaged = self.evaluate(run.decoder, run.inputs.prepared)
                 found |= {f"ema_{name}": value for name, value in averaged.items()}
-        run.masters.update_working_copy()
+                run.masters.drop_gathered()
         return found
 
     def _step_or_stop(

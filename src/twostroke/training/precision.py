@@ -122,6 +122,9 @@ class MasterWeights:
         """What this process keeps of a checkpoint's ``state``, which is what ``whole_state`` returned."""
         return state
 
+    def drop_gathered(self) -> None:
+        """Drop what a forward pass without a backward pass has gathered of other ranks' weights."""
+
     @torch.no_grad()
     def update_working_copy(self) -> None:
         """Round the masters into the working copy after an update."""

@@ -115,8 +115,11 @@ class ShardedMasters(SummedMasters):
         gradient, parameter.grad = parameter.grad, None
         return torch.zeros_like(_local(parameter)) if gradient is None else _local(gradient)
 
+    def drop_gathered(self) -> None:
+        drop_gathered(self._decoder)
+
     def update_working_copy(self) -> None:
-        drop_gathered(self._decoder)  # what a forward pass without a backward one left is of the old weights
+        self.drop_gathered()
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

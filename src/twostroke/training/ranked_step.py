@@ -12,7 +12,7 @@ from torch import Tensor
 from twostroke.data.loader import Batch
 from twostroke.training.clock import StepClock
 from twostroke.training.ranks import Ranks
-from twostroke.training.step import TrainStep
+from twostroke.training.step import TrainStep, WindowAbandoned
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """2⁶⁴ over the golden ratio: seeds of neighbouring micro-batches differ in many bits."""
@@ -44,6 +44,8 @@ class RankedStep(TrainStep):
         state = torch.get_rng_state()
         losses = []
         for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n), batches, strict=True):
+            if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
+                raise WindowAbandoned
             torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
             losses.append(self._forward_backward_guarded(batch, share * loss_scale, clock))
             self.masters.accumulate()

@@ -92,8 +92,9 @@ class Ranks:
         return "in a tree" if self.layout.exact else f"by {self.n} ranks"
 
     @property
-    def is_one_machine(self) -> bool:
-        return self.n == int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
+    def n_local(self) -> int:
+        """Ranks on this machine."""
+        return 1 if self.n == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
 
     def told(self, error: TwostrokeError) -> TwostrokeError:
         """``error``, which every rank raises; the first one tells it."""
@@ -260,11 +261,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
-
-
-def is_rank() -> bool:
-    """Whether torchrun, or `twostroke train --ranks`, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextlib.contextmanager

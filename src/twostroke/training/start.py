@@ -13,15 +13,18 @@ import torch
 from twostroke.core.data_recipe import REUSED, DataRecipe
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes, format_count, format_seconds
 from twostroke.data.prepare import prepare
 from twostroke.data.shards import PreparedData, open_prepared
+from twostroke.ledger.code_version import code_version
 from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.preparing import recipe_s
 from twostroke.planner.training.shape import TrainingShape
@@ -34,9 +37,10 @@ from twostroke.training.loop import Evaluate, execute
 from twostroke.training.measurement import StepRecord
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import pick_device
+from twostroke.training.ranks import ALONE, Ranks
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 from twostroke.training.run import RunInputs
-from twostroke.training.run_directory import Resolved, RunDirectory
+from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
 from twostroke.training.tensorboard import require_tensorboard
 
 Log = Callable[[str], None]
@@ -46,13 +50,50 @@ def _silent(line: str) -> None:
     pass
 
 
-def find_finished(recipe: TrainRecipe, resume: bool) -> TrainingResult | None:
+def lay_out(recipe: TrainRecipe, ranks: Ranks | None) -> Ranks:
+    """``ranks`` by the recipe's ``[parallel]``, which is data parallel where several have none; a process by itself without
+    either.
+
+    All ranks must run the same recipe and the same releases. Raises ConfigError on all of them otherwise, and for a layout that
+    does not divide them.
+    """
+    if ranks is None:
+        if recipe.parallel is None:
+            return ALONE
+        ranks = Ranks()
+    layout = recipe.parallel or ParallelRecipe()
+    settings = recipe.train
+    with ranks.agreed():
+        releases = {"twostroke": code_version(), "torch": str(torch.__version__)}
+        for rank, theirs in enumerate(ranks.gathered(releases)):
+            for name, version in releases.items():
+                if ranks.rank == 0 and theirs[name] != version:
+                    raise ConfigError(
+                        f"rank {rank} runs {name} {theirs[name]}, and rank 0 {version}. Install one release on all hosts."
+                    )
+        for rank, other in enumerate(ranks.gathered(plain(recipe))):
+            key = first_difference(plain(recipe), other) if ranks.rank == 0 else None
+            if key is not None:
+                raise ConfigError(
+                    f"{key[0]}={key[2]!r} in the recipe of rank {rank} differs from {key[1]!r} in that of rank 0. Start all "
+                    "ranks with the same recipe."
+                )
+        layout = layout.on(ranks.n, settings.grad_accumulation)
+    ranks.lay_out(layout, pick_device())
+    return ranks
+
+
+def find_finished(recipe: TrainRecipe, resume: bool, ranks: Ranks = ALONE) -> TrainingResult | None:
     """The result of the run that ``recipe`` would resume; None if it has not finished.
 
     Raises the errors of ``start`` if the run directory and the recipe do not match.
     """
     directory = RunDirectory(Path(recipe.output))
-    return finished(directory) if directory.open(with_own_tokenizer(recipe), resume) is not None else None
+
+    def find() -> TrainingResult | None:
+        return finished(directory) if directory.open(with_own_tokenizer(recipe), resume) is not None else None
+
+    return ranks.led(find)
 
 
 def start(
@@ -61,31 +102,56 @@ def start(
     log: Log = _silent,
     data_progress: Callable[[float, str], None] | None = None,
     ledger: Ledger | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunInputs:
     """Do everything before the first step: open the run directory, prepare the data, resolve model and steps, and predict.
 
-    The prediction is frozen in the ledger before anything is trained. Raises InputError, ConfigError, DataError or
-    CorruptFileError with nothing created if the recipe cannot be run.
+    The prediction is frozen in the ledger before anything is trained. Of several ``ranks`` the first does all this, and the
+    others open the same data. Raises InputError, ConfigError, DataError or CorruptFileError with nothing created if the recipe
+    cannot be run.
     """
-    if recipe.train.tensorboard:
-        require_tensorboard()
     recipe = with_own_tokenizer(recipe)
     ledger = ledger or Ledger()
+    began: list[RunInputs] = []
+
+    def begin() -> tuple[Resolved, bool]:
+        began.append(_start(recipe, resume, log, data_progress, ledger, ranks))
+        return began[0].resolved, began[0].resumes
+
+    resolved, resumes = ranks.led(begin)
+    with ranks.agreed():
+        if began:
+            return began[0]
+        prepared = _same_data(recipe, resolved, None)
+        entry = Recording(None, Planned(), log, ledger)
+        return RunInputs(recipe, RunDirectory(Path(recipe.output)), resolved, prepared, entry, resumes, log, ranks)
+
+
+def _start(
+    recipe: TrainRecipe,
+    resume: bool,
+    log: Log,
+    data_progress: Callable[[float, str], None] | None,
+    ledger: Ledger,
+    ranks: Ranks,
+) -> RunInputs:
+    if recipe.train.tensorboard:
+        require_tensorboard()
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
-    hardware, why_not = _hardware_of(pick_device())
+    hardware, why_not = _hardware_of(pick_device(), ranks)
     if resolved is not None:
         prepared = _same_data(recipe, resolved, data_progress)
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
-        return RunInputs(recipe, directory, resolved, prepared, entry, True, log)
+        return RunInputs(recipe, directory, resolved, prepared, entry, True, log, ranks)
     prepared, is_made = _prepare(recipe.data, data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
     steps = resolve_steps(recipe, spec, hardware)
     planned = Planned()
     if hardware is not None:
-        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps), hardware)
+        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps, ranks.n), hardware, layout_of(ranks.layout))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
         planned = Planned(plan.prediction(), hardware)
@@ -105,13 +171,13 @@ def start(
         data_directory=str(prepared.directory),
         data_key=prepared.key,
         run_id=run_id,
-        environment=environment(pick_device(), recipe.train.compile),
+        environment=environment(pick_device(), recipe.train.compile, ranks.sums),
     )
     with directory.locked():
         if not directory.is_unused():
             raise InputError(f"another process has just begun a run in {directory.path}. Name another directory.")
         directory.create(recipe, resolved)
-    return RunInputs(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log)
+    return RunInputs(recipe, directory, resolved, prepared, Recording(run_id, planned, log, ledger), False, log, ranks)
 
 
 def _prepare(recipe: DataRecipe, progress: Callable[[float, str], None] | None) -> tuple[PreparedData, bool]:
@@ -135,8 +201,10 @@ def _preparing_s(recipe: DataRecipe, prepared: PreparedData, hardware: Hardware)
         return 0.0
 
 
-def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
+def _hardware_of(device: torch.device, ranks: Ranks) -> tuple[Hardware | None, str]:
     """(the machine as calibrated for training on ``device``, or None; the reason if it is None)."""
+    if device.type == "cpu" and ranks.n > 1:
+        return None, f"a machine is calibrated for one process with all its cores, and {ranks.n} ranks share them."
     try:
         return load_hardware("this", "train", device.type), ""
     except ConfigError as error:
@@ -183,12 +251,14 @@ def train(
     should_stop: Callable[[int], bool] | None = None,
     ledger: Ledger | None = None,
     observers: Sequence[Observer] = (),
+    ranks: Ranks | None = None,
 ) -> TrainingResult:
-    """Train by ``recipe`` from beginning to end, with ``start`` and ``execute`` in one call."""
-    done = find_finished(recipe, resume)
+    """Train by ``recipe`` from beginning to end, with ``start`` and ``execute`` in one call. Each of ``ranks`` calls it."""
+    laid_out = lay_out(recipe, ranks)
+    done = find_finished(recipe, resume, laid_out)
     if done is not None:
         return done
-    run = start(recipe, resume, log, ledger=ledger)
+    run = start(recipe, resume, log, ledger=ledger, ranks=laid_out)
     return execute(run, on_step, evaluate, should_stop, observers=observers)
 
 

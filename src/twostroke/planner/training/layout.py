@@ -9,6 +9,7 @@ from typing import Annotated
 
 from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, Link
 
@@ -103,6 +104,17 @@ class Layout:
 
 SINGLE = Layout()
 """One device."""
+
+
+def layout_of(parallel: ParallelRecipe | None) -> Layout:
+    """The layout of a recipe's ``[parallel]``; one that leaves ``data`` open has a single replica.
+
+    Replicas of sharded replicas (HSDP) are planned as one group of all ranks: they send less than it says.
+    """
+    if parallel is None:
+        return SINGLE
+    ranks = max(1, parallel.data) * parallel.shard
+    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0)
 
 
 @lru_cache(maxsize=4096)

@@ -149,9 +149,13 @@ class TrainingShape:
         )
 
     @classmethod
-    def from_recipe(cls, recipe: TrainRecipe, steps: int | None = None) -> TrainingShape:
-        """As ``from_settings``, with the recipe's adapters where it trains any."""
+    def from_recipe(cls, recipe: TrainRecipe, steps: int | None = None, ranks: int | None = None) -> TrainingShape:
+        """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of the micro-batches of a step.
+        ``ranks`` are those that run; those that ``[parallel]`` asks for if that is None."""
         shape = cls.from_settings(recipe.train, steps)
+        asked = recipe.parallel.ranks if recipe.parallel is not None else 1
+        n = max(1, asked) if ranks is None else ranks
+        shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
         if not recipe.trains_adapters:
             return shape
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)
