@@ -149,7 +149,7 @@ class _Loop:
                 self._stop()
             clock.start()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
-            batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation)]
+            batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n)]
             clock.lap("data")
             factor = scheduled_factor(settings, run.step, run.inputs.steps)
             if run.train_step.early_exit is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twostroke.training.loss import ChunkFunction, chunk_loss
-from twostroke.training.ranks import Ranks, exchanged
+from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
 from twostroke.training.tree_sums import tree_sum
 
 Log = Callable[[str], None]
@@ -58,7 +58,7 @@ class OrderedReduceScatter:
         if self._exact:
             output_tensor.copy_(tree_sum(exchanged(input_tensor.to(self._wire), group)))
         else:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
+            reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
         return None
 
 

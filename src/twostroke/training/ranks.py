@@ -28,6 +28,11 @@ BUCKET_BYTES = 16 * 2**20
 """Gradients that replicas exchange at once."""
 
 
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Of one tensor, by their names since torch 2.13 or before."""
+
+
 class RankLost(TwostrokeError):
     """Another rank ended or hangs. ``train --ranks`` says which, so the ranks that it started do not."""
 
@@ -125,7 +130,7 @@ class Ranks:
             return [list(own)]
         sent = torch.tensor(list(own), dtype=torch.float64)
         found = torch.empty(self.n * len(sent), dtype=torch.float64)
-        dist.all_gather_into_tensor(found, sent, group=self._control)
+        all_gather(found, sent, group=self._control)
         return found.view(self.n, -1).tolist()
 
     @contextlib.contextmanager
@@ -219,7 +224,7 @@ class Ranks:
                 sent = torch.nn.functional.pad(flat.to(wire), (0, own * n - flat.numel()))
                 mine = tree_sum(exchanged(sent, group)).to(flat.dtype)
                 whole = torch.empty(own * n, dtype=flat.dtype, device=flat.device)
-                dist.all_gather_into_tensor(whole, mine, group=group)
+                all_gather(whole, mine, group=group)
                 flat = whole[: flat.numel()]
             for tensor, summed in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(summed.view_as(tensor))
@@ -229,7 +234,7 @@ class Ranks:
         if self.layout.shard == 1:
             return flat[None]
         found = torch.empty(self.layout.shard * flat.numel(), dtype=flat.dtype, device=flat.device)
-        dist.all_gather_into_tensor(found, flat, group=self.mesh.get_group("shard"))
+        all_gather(found, flat, group=self.mesh.get_group("shard"))
         return found.view(self.layout.shard, -1)
 
     def sum_counts(self, tensors: Sequence[Tensor]) -> None:
