@@ -157,7 +157,9 @@ class ShardedMasters(SummedMasters):
     def _weight_of(self, key: str) -> str | None:
         """The weight whose rows the state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole matrix's."""
         owner, _, name = key.partition("::")
-        return next((weight for weight in (owner, name) if weight in self._shapes and weight not in self.owned), None)
+        if owner in self._shapes:
+            return None if owner in self.owned else owner
+        return name if name in self._shapes else None
 
 
 def _local(tensor: Any) -> Tensor:

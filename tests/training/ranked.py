@@ -1,0 +1,97 @@
+"""Runs of several ranks, in processes that are forked warm, one thread each."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.core.recipe import TrainRecipe
+from twostroke.training.start import train
+
+JOIN_S = 100.0
+
+Prepare = Callable[[int], None]
+"""``prepare(rank)``, called in each rank's process before it trains."""
+
+
+def _rank(
+    work: Callable[..., Any], arguments: tuple[Any, ...], rank: int, n: int, port: int, answers: Any, folder: str
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "TWOSTROKE_HOME": folder,
+    }  # fmt: skip
+    from twostroke.training.ranks import joined
+
+    try:
+        with joined() as ranks:
+            answers.put((rank, "done", work(ranks, *arguments), False))
+    except TwostrokeError as error:
+        answers.put((rank, type(error).__name__, str(error), error.is_told))
+    except BaseException:
+        answers.put((rank, "broken", traceback.format_exc(), False))
+
+
+def _train(ranks: Any, recipe: TrainRecipe, resume: bool, stop_after: int | None) -> str:
+    stop = None if stop_after is None else (lambda step: ranks.rank == ranks.n - 1 and step >= stop_after)
+    return str(train(recipe, resume, ranks=ranks, should_stop=stop).summary["weights_sha256"])
+
+
+class RankRunner:
+    """Starts ranks that train together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["twostroke.training.start", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"]
+        )
+        self._folder = folder
+
+    def start(self, work: Callable[..., Any], n: int, *arguments: Any) -> tuple[list[Any], Any]:
+        """(processes of ``n`` ranks that call ``work(ranks, *arguments)``, the queue of their answers)."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        answers = self._context.Queue()
+        processes = [
+            self._context.Process(target=_rank, args=(work, arguments, rank, n, port, answers, str(self._folder)))
+            for rank in range(n)
+        ]
+        for process in processes:
+            process.start()
+        return processes, answers
+
+    def call(self, work: Callable[..., Any], n: int, *arguments: Any) -> list[tuple[str, Any, bool]]:
+        """Of each rank: ("done" or the error's type, result or sentence, whether another rank has told it)."""
+        processes, answers = self.start(work, n, *arguments)
+        try:
+            found = sorted(answers.get(timeout=JOIN_S) for _ in processes)
+            for process in processes:
+                process.join(JOIN_S)
+            assert not any(process.exitcode for process in processes)
+        finally:
+            for process in processes:
+                process.kill()
+        broken = [what for _, kind, what, _ in found if kind == "broken"]
+        assert not broken, "\n".join(broken)
+        return [tuple(answer[1:]) for answer in found]
+
+    def train(self, n: int, recipe: TrainRecipe, resume: bool = False, stop_after: int | None = None) -> list[Any]:
+        return self.call(_train, n, recipe, resume, stop_after)
+
+
+def values_of(directory: Path) -> list[tuple[Any, ...]]:
+    """What every line of the step log says of the run itself."""
+    names = ("step", "loss", "grad_norm", "block_grad_norms", "tokens", "epoch", "skipped")
+    lines = (directory / "log.jsonl").read_text().splitlines()
+    return [tuple(json.loads(line).get(name) for name in names) for line in lines]
