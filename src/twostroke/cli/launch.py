@@ -85,10 +85,12 @@ def _code_of(failures: Any, output: Path) -> int:
     """The exit code of the first rank that failed. Raises TwostrokeError for one that was killed."""
     from twostroke.training.checkpoint import list_checkpoints
 
-    for rank in sorted(failures):
-        code = failures[rank].exitcode
-        if code < 0:
+    codes = {rank: failures[rank].exitcode for rank in sorted(failures)}
+    told = [code for code in codes.values() if code > 0]
+    for rank, code in codes.items():
+        # The agent ends those that are left by SIGTERM; what ended the first one counts.
+        if code < 0 and (code != -signal.SIGTERM or not told):
             kept = list_checkpoints(output / "checkpoints")
             what = f"Checkpoint {kept[-1][1].name} is kept. Continue with --resume." if kept else "No checkpoint exists yet."
             raise TwostrokeError(f"rank {rank} was ended by {signal.Signals(-code).name}, and the others stopped. {what}")
-    return int(failures[min(failures)].exitcode)
+    return int(told[0])

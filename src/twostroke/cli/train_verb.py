@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ def _train_as_rank(recipe: Path, settings: list[str], resume: bool, as_json: boo
             result = _train(parsed, resume, ranks)
             is_first = ranks.is_first
     except TwostrokeError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends all ranks as soon as one has ended
         if error.is_told or (isinstance(error, RankLost) and LAUNCHED in os.environ):
             raise typer.Exit(error.exit_code) from None
         raise

@@ -65,22 +65,29 @@ def lay_out(recipe: TrainRecipe, ranks: Ranks | None) -> Ranks:
     settings = recipe.train
     with ranks.agreed():
         releases = {"twostroke": code_version(), "torch": str(torch.__version__)}
-        for rank, theirs in enumerate(ranks.gathered(releases)):
-            for name, version in releases.items():
-                if ranks.rank == 0 and theirs[name] != version:
-                    raise ConfigError(
-                        f"rank {rank} runs {name} {theirs[name]}, and rank 0 {version}. Install one release on all hosts."
-                    )
-        for rank, other in enumerate(ranks.gathered(plain(recipe))):
-            key = first_difference(plain(recipe), other) if ranks.rank == 0 else None
-            if key is not None:
-                raise ConfigError(
-                    f"{key[0]}={key[2]!r} in the recipe of rank {rank} differs from {key[1]!r} in that of rank 0. Start all "
-                    "ranks with the same recipe."
-                )
+        for rank, (theirs, other) in enumerate(ranks.gathered((releases, plain(recipe))) if ranks.n > 1 else ()):
+            if ranks.is_first:  # which tells it
+                _check_alike(rank, theirs, releases, first_difference(plain(recipe), other))
+        if ranks.n > 1 and settings.budget_s:
+            raise ConfigError(
+                f"train.budget_s={settings.budget_s:g} is turned into steps by a plan of one process, and {ranks.n} ranks train. "
+                "Give train.steps."
+            )
         layout = layout.on(ranks.n, settings.grad_accumulation)
     ranks.lay_out(layout, pick_device())
     return ranks
+
+
+def _check_alike(rank: int, theirs: dict[str, str], own: dict[str, str], key: tuple[str, Any, Any] | None) -> None:
+    """Raise ConfigError if ``rank`` runs another release than the first rank, or another recipe, which differs in ``key``."""
+    for name, version in own.items():
+        if theirs[name] != version:
+            raise ConfigError(f"rank {rank} runs {name} {theirs[name]}, and rank 0 {version}. Install one release on all hosts.")
+    if key is not None:
+        raise ConfigError(
+            f"{key[0]}={key[2]!r} in the recipe of rank {rank} differs from {key[1]!r} in that of rank 0. Start all ranks with "
+            "the same recipe."
+        )
 
 
 def find_finished(recipe: TrainRecipe, resume: bool, ranks: Ranks = ALONE) -> TrainingResult | None:

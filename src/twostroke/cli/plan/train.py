@@ -123,6 +123,10 @@ def train(
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(call, subject)
+    if found.layout is not None:
+        if layout != Layout(devices_per_node=layout.devices_per_node):
+            raise ConfigError(f"the layout is that of [parallel] in {subject}. Change it there, or with --set parallel.data=2.")
+        layout = dataclasses.replace(found.layout, devices_per_node=layout.devices_per_node)
     shape = found.shape or TrainingShape(
         batch_size,
         sequence_length,

@@ -107,7 +107,7 @@ SINGLE = Layout()
 
 
 def layout_of(parallel: ParallelRecipe | None) -> Layout:
-    """The layout of a recipe's ``[parallel]``; one that leaves ``data`` open has a single replica.
+    """The layout of a recipe's ``[parallel]``; one replica where it leaves ``data`` open.
 
     Replicas of sharded replicas (HSDP) are planned as one group of all ranks: they send less than it says.
     """

@@ -14,6 +14,7 @@ from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import rows_at_once
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
+from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.memory import PRECISIONS
 
 if TYPE_CHECKING:
@@ -153,8 +154,7 @@ class TrainingShape:
         """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of the micro-batches of a step.
         ``ranks`` are those that run; those that ``[parallel]`` asks for if that is None."""
         shape = cls.from_settings(recipe.train, steps)
-        asked = recipe.parallel.ranks if recipe.parallel is not None else 1
-        n = max(1, asked) if ranks is None else ranks
+        n = layout_of(recipe.parallel).n_devices if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
         if not recipe.trains_adapters:
             return shape
