@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ranked import RankRunner, values_of
@@ -142,7 +148,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(make_recipe
     [
         (2, {"shard": 4}, {}, "parallel.shard=4 must divide the 2 ranks. Use 1 or 2."),
         (2, {"data": 4}, {}, "parallel.data=4 · parallel.shard=1 are 4 ranks, and 2 were started."),
-        (2, {}, {"grad_accumulation": 3}, "2 ranks must divide train.grad_accumulation=3, the micro-batches of a step. Use 1 or 3"),
+        (
+            2,
+            {},
+            {"grad_accumulation": 3},
+            "2 ranks must divide train.grad_accumulation=3, the micro-batches of a step. Use 1 or 3",
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_is_one_sentence(
@@ -191,9 +202,6 @@ def test_ranks_that_differ_end_with_one_sentence(
 
 
 def _killed(ranks: Any, recipe: TrainRecipe, step: int) -> Any:
-    import os
-    import signal
-
     def stop(at: int) -> bool:
         if ranks.rank == 1 and at == step:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -223,9 +231,7 @@ def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_is_whole(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_thousand_steps_come_to_the_same_bits(
-    make_recipe: Any, runner: RankRunner, dtype: str, optimizer: str
-) -> None:
+def test_a_thousand_steps_come_to_the_same_bits(make_recipe: Any, runner: RankRunner, dtype: str, optimizer: str) -> None:
     recipe = make_recipe("run", steps=1000, grad_accumulation=4, batch_size=1, dtype=dtype, optimizer=optimizer)
     alone = laid_out(recipe, "alone")
     train(alone)
@@ -234,3 +240,39 @@ def test_a_thousand_steps_come_to_the_same_bits(
             several = laid_out(recipe, f"{n}-{name}", **parallel, shard=1 if name == "data" else n)
             assert runner.train(n, several)[0][0] == "done"
             assert end_of(several) == end_of(alone), (n, name)
+
+
+def test_a_launcher_hands_its_stop_to_the_ranks(make_recipe: Any, tmp_path: Path) -> None:
+    """`twostroke train --ranks 2`: SIGTERM ends it with 75 and a checkpoint; a killed rank is named."""
+    recipe = make_recipe(steps=100_000, grad_accumulation=2, checkpoint_every=5)
+    file = tmp_path / "recipe.toml"
+    file.write_text("")
+    sets = [f"output={recipe.output}", f"data.sources={list(recipe.data.sources)}", f"data.tokenizer={recipe.data.tokenizer}"]
+    sets += ["model.n_layers=1", "model.d_model=32", "model.n_heads=2", "model.d_ff=48", "train.compile=false"]
+    sets += [f"train.{name}={getattr(recipe.train, name)}" for name in ("steps", "batch_size", "sequence_length")]
+    sets += ["train.grad_accumulation=2", "train.checkpoint_every=5"]
+    words = [sys.executable, "-m", "twostroke", "train", str(file), "--ranks", "2", *(w for s in sets for w in ("--set", s))]
+
+    def started(*more: str) -> subprocess.Popen[str]:
+        checkpoints = Path(recipe.output) / "checkpoints"
+        before = set(checkpoints.glob("step-*"))
+        process = subprocess.Popen(
+            [*words, *more], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        deadline = time.monotonic() + 60
+        while not set(checkpoints.glob("step-*")) - before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return process
+
+    process = started()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert said.count("error:") == 1
+    assert "stopped at step" in said
+    process = started("--resume")
+    psutil.Process(process.pid).children()[-1].kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1, said
+    assert said.count("error:") == 1
+    assert "was ended by SIGKILL, and the others stopped. Checkpoint step-" in said

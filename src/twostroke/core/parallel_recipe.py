@@ -53,8 +53,8 @@ class ParallelRecipe:
         return self.data * self.shard
 
     def on(self, n_ranks: int, micro_batches: int) -> ParallelRecipe:
-        """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if they
-        do not divide the ``micro_batches`` of a step."""
+        """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if
+        they do not divide the ``micro_batches`` of a step."""
         if n_ranks % self.shard:
             raise ConfigError(f"parallel.shard={self.shard} must divide the {n_ranks} ranks. Use {divisors(n_ranks)}.")
         if self.ranks not in (0, n_ranks):

@@ -210,7 +210,9 @@ class TrainRecipe:
         }
         for what, asked in refused.items():
             if asked:
-                raise ConfigError(f"{what}, which parallel.shard={self.parallel.shard} cannot do on parts of a matrix. {remedy}")
+                raise ConfigError(
+                    f"{what}, which parallel.shard={self.parallel.shard} cannot do on parts of a matrix. {remedy}"
+                )
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -102,7 +102,8 @@ class ShuffledLoader:
             int.from_bytes(hashlib.sha256(repr(self.mixture.shares).encode()).digest()[:6]) if self.mixture else 0
         )
         self._next_window = 0
-        self._own, self._of = (0,), 1
+        self._own: tuple[int, ...] = (0,)
+        self._of = 1
         self._turn = self._at = 0  # of ``_own``, and of the batches in a row, that come next
 
     def share_out(self, own: Sequence[int], of: int) -> None:
@@ -174,8 +175,8 @@ class ShuffledLoader:
         return {"next_window": self._next_window, **counts, **self.identity()}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continue where ``state`` was taken, with the first batch of a row. Raises InputError if it belongs to other data, seed
-        or sequence length."""
+        """Continue where ``state`` was taken, with the first batch of a row. Raises InputError if it belongs to other data,
+        seed or sequence length."""
         own = self.identity() | ({"weights": self._mixture_name} if self.mixture else {})
         next_window = restored_window(state, {"next_window": 0, **own})
         if self.mixture is not None:

@@ -35,8 +35,8 @@ SWITCHES = (
 
 
 def environment(device: torch.device, compile: bool, sums: str) -> dict[str, Any]:
-    """Everything that is known to change the last bits of a run on ``device``, as plain JSON. ``sums`` is the order of gradients'
-    sums (``Ranks.sums``)."""
+    """Everything that is known to change the last bits of a run on ``device``, as plain JSON. ``sums`` is the order of
+    gradients' sums (``Ranks.sums``)."""
     return {
         "twostroke": code_version(),
         "torch": str(torch.__version__),

@@ -283,7 +283,9 @@ class _Loop:
         except CheckpointError as error:
             failed = TwostrokeError(f"stopped at step {run.step}, but {error} {run.saver.what_is_kept()}")
             raise run.inputs.ranks.told(failed) from error
-        stopped = Interrupted(f"stopped at step {run.step} of {run.inputs.steps} with checkpoint {path}. Continue with --resume.")
+        stopped = Interrupted(
+            f"stopped at step {run.step} of {run.inputs.steps} with checkpoint {path}. Continue with --resume."
+        )
         raise run.inputs.ranks.told(stopped)
 
     def _stop_asked(self) -> bool:

@@ -92,9 +92,7 @@ def _optimizer(settings: TrainSettings, params: Any, fused: bool = True) -> torc
     two cores, foreach 598, and the plain loop 830."""
     how = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(
-            params, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov, **how
-        )
+        return torch.optim.SGD(params, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov, **how)
     betas = settings.beta1, settings.beta2
     if settings.optimizer == "lamb":
         return Lamb(params, settings.learning_rate, betas, settings.eps)

@@ -7,7 +7,7 @@ process would, and the new rows travel back. Owners take turns in the order of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class OwnedMatrices:
     def __init__(
         self,
         masters: ShardedMasters,
-        parts: dict[str, Sequence[tuple[str, int]]],
+        parts: Mapping[str, Sequence[tuple[str, int]]],
         make: Callable[[list[Tensor]], torch.optim.Optimizer],
     ) -> None:
         self._masters, self._parts, self._names = masters, parts, list(parts)

@@ -1,4 +1,4 @@
-"""Master weights of a run by the recipe's ``[parallel]``: whole on each rank, or rows of each; gradients are added in one order.
+"""Master weights of a run by the recipe's ``[parallel]``: whole on each rank, or rows of each, gradients added in one order.
 
 Both kinds take the gradients of each micro-batch away and add them up in a tree (``training.tree_sums``), then over replicas.
 The norm of a gradient is that of its rows' norms, which no layout cuts.
@@ -64,7 +64,7 @@ class SummedMasters(MasterWeights):
         """√Σ‖row‖² of each gradient, of the rows of all shards in their order."""
         n, norms, heights = self.ranks.layout.shard, [], []
         for name, gradient in self.gradients.items():
-            rows = gradient.float().abs() if gradient.dim() < 2 else torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32)  # fmt: skip
+            rows = _row_norms(gradient)
             heights.append(-(-self.shapes[name][0] // n))
             norms.append(nn.functional.pad(rows, (0, heights[-1] - len(rows))))
         all_rows = self.ranks.over_shards(torch.cat(norms))
@@ -155,11 +155,18 @@ class ShardedMasters(SummedMasters):
         return found
 
     def _weight_of(self, key: str) -> str | None:
-        """The weight whose rows the state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole matrix's."""
+        """The weight whose rows state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole matrix's."""
         owner, _, name = key.partition("::")
         if owner in self._shapes:
             return None if owner in self.owned else owner
         return name if name in self._shapes else None
+
+
+def _row_norms(gradient: Tensor) -> Tensor:
+    if gradient.dim() < 2:
+        return gradient.float().abs()
+    norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32)
+    return norms
 
 
 def _local(tensor: Any) -> Tensor:
@@ -175,5 +182,3 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
     if ranks.layout.shard > 1:
         return ShardedMasters(decoder, computed, ranks)
     return SummedMasters(decoder, computed, stored, ranks)
-
-

@@ -42,7 +42,7 @@ class RankedStep(TrainStep):
             self.experts.begin_window()
         seed = int(torch.randint(2**62, ()))  # the same on all ranks, whose generators are in one state between steps
         state = torch.get_rng_state()
-        losses = []
+        losses: list[Tensor] = []
         for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n), batches, strict=True):
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned

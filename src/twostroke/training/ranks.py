@@ -38,8 +38,12 @@ class RankLost(TwostrokeError):
 
 
 class Part(Protocol):
-    """A tensor that ranks hold together."""
+    """A tensor of ``shape`` that ranks hold together."""
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
     def gather(self, ranks: Ranks) -> Tensor | None:
         """The whole tensor on the first rank, None on others. All ranks of the first replica call it."""
 
@@ -83,8 +87,8 @@ class Ranks:
     def micro_batches(self, n: int) -> list[int]:
         """Numbers of those of a step's ``n`` micro-batches that this rank computes.
 
-        Replicas take whole branches of the sum's tree, so that they exchange gradients once a step; the ranks of a replica, whose
-        gradients are reduced after each pass, take neighbours.
+        Replicas take whole branches of the sum's tree, so that they exchange gradients once a step; the ranks of a replica,
+        whose gradients are reduced after each pass, take neighbours.
         """
         each = n // self.layout.data
         return list(range(self.replica * each + self.shard, (self.replica + 1) * each, self.layout.shard))
@@ -144,9 +148,9 @@ class Ranks:
         errors = self.gathered(error)
         found = next(((rank, e) for rank, e in enumerate(errors) if e is not None), None)
         if found is not None:
-            rank, raised = found
-            raised.is_told = rank != self.rank
-            raise raised
+            teller, first = found
+            first.is_told = teller != self.rank
+            raise first
 
     def led(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on the first rank, which alone does it, on all ranks; its errors likewise.
@@ -171,9 +175,9 @@ class Ranks:
         finally:
             self._leading = False
         self._ask(-1)
-        value, error = self._sent(outcome)
-        if error is not None:
-            raise error
+        value, failure = self._sent(outcome)
+        if failure is not None:
+            raise failure
         return value
 
     def _sent(self, value: Any) -> Any:
@@ -312,4 +316,3 @@ def is_lost(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
-

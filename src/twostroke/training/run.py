@@ -99,8 +99,8 @@ class RunState:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The whole masters and ``biases``: what a checkpoint and the model's directory hold. Where ranks hold rows of them, one
-        is gathered when it is read, inside ``Ranks.led``; ``optimizer_state`` and ``average`` likewise."""
+        """The whole masters and ``biases``: what a checkpoint and the model's directory hold. Where ranks hold rows of them,
+        one is gathered when it is read, inside ``Ranks.led``; ``optimizer_state`` and ``average`` likewise."""
         return self.masters.whole(self.biases)
 
     @property

@@ -36,8 +36,8 @@ CHANGEABLE = (
     "train.sample_prompts",
     *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelRecipe)),
 )
-"""Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.) The
-order of sums that ``[parallel]`` decides is in the run's environment, and a resume in another one is logged."""
+"""Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.)
+The order of sums that ``[parallel]`` decides is in the run's environment, and a resume in another one is logged."""
 
 Log = Callable[[str], None]
 

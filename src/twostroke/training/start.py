@@ -70,8 +70,8 @@ def lay_out(recipe: TrainRecipe, ranks: Ranks | None) -> Ranks:
                 _check_alike(rank, theirs, releases, first_difference(plain(recipe), other))
         if ranks.n > 1 and settings.budget_s:
             raise ConfigError(
-                f"train.budget_s={settings.budget_s:g} is turned into steps by a plan of one process, and {ranks.n} ranks train. "
-                "Give train.steps."
+                f"train.budget_s={settings.budget_s:g} is turned into steps by a plan of one process, and {ranks.n} ranks "
+                "train. Give train.steps."
             )
         layout = layout.on(ranks.n, settings.grad_accumulation)
     ranks.lay_out(layout, pick_device())
@@ -82,7 +82,9 @@ def _check_alike(rank: int, theirs: dict[str, str], own: dict[str, str], key: tu
     """Raise ConfigError if ``rank`` runs another release than the first rank, or another recipe, which differs in ``key``."""
     for name, version in own.items():
         if theirs[name] != version:
-            raise ConfigError(f"rank {rank} runs {name} {theirs[name]}, and rank 0 {version}. Install one release on all hosts.")
+            raise ConfigError(
+                f"rank {rank} runs {name} {theirs[name]}, and rank 0 {version}. Install one release on all hosts."
+            )
     if key is not None:
         raise ConfigError(
             f"{key[0]}={key[2]!r} in the recipe of rank {rank} differs from {key[1]!r} in that of rank 0. Start all ranks with "
@@ -146,7 +148,7 @@ def _start(
         require_tensorboard()
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
-    hardware, why_not = _hardware_of(pick_device(), ranks)
+    hardware, why_not = _hardware_of(pick_device(), ranks.n)
     if resolved is not None:
         prepared = _same_data(recipe, resolved, data_progress)
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
@@ -208,10 +210,10 @@ def _preparing_s(recipe: DataRecipe, prepared: PreparedData, hardware: Hardware)
         return 0.0
 
 
-def _hardware_of(device: torch.device, ranks: Ranks) -> tuple[Hardware | None, str]:
+def _hardware_of(device: torch.device, n_ranks: int = 1) -> tuple[Hardware | None, str]:
     """(the machine as calibrated for training on ``device``, or None; the reason if it is None)."""
-    if device.type == "cpu" and ranks.n > 1:
-        return None, f"a machine is calibrated for one process with all its cores, and {ranks.n} ranks share them."
+    if device.type == "cpu" and n_ranks > 1:
+        return None, f"a machine is calibrated for one process with all its cores, and {n_ranks} ranks share them."
     try:
         return load_hardware("this", "train", device.type), ""
     except ConfigError as error:

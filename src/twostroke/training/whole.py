@@ -13,7 +13,7 @@ from twostroke.training.ranks import Part, Ranks
 
 
 def rows_of(n_rows: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """(first, end) of the rows that rank ``shard`` of a replica holds of a tensor of ``n_rows``: ⌈rows/n⌉ each, the last fewer."""
+    """(first, end) of the rows that rank ``shard`` of a replica holds of a tensor of ``n_rows``: ⌈rows/n⌉, the last fewer."""
     each = -(-n_rows // n_shards)
     return min(n_rows, shard * each), min(n_rows, (shard + 1) * each)
 
@@ -90,7 +90,7 @@ class Whole(Mapping[str, Tensor]):
 
     def rows(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Type and shape of each, without gathering any."""
-        return {name: (t.dtype, tuple(t.shape)) for name, t in self._tensors.items()}  # type: ignore[attr-defined]
+        return {name: (t.dtype, tuple(t.shape)) for name, t in self._tensors.items()}
 
 
 def rows_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from twostroke.planner.choosing.size_ladder import Rung
     from twostroke.planner.hardware.device import Hardware
     from twostroke.planner.serving.shape import ServingShape
+    from twostroke.planner.training.layout import Layout
     from twostroke.planner.training.shape import TrainingShape
     from twostroke.quantization.held import Held
 
@@ -135,9 +136,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
     shape = TrainingShape.from_recipe(recipe, steps=0)
     steps = recipe.train.steps or steps_for_budget(spec, shape, hardware, recipe.train.budget_s)
     layout = None if recipe.parallel is None else layout_of(recipe.parallel)
-    return Subject(
-        str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes), layout=layout
-    )
+    return Subject(str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes), layout=layout)
 
 
 def read_subject(text: str, settings: list[str], hardware: Hardware, train_tokens: int = 0) -> Subject:

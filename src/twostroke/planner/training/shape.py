@@ -151,7 +151,7 @@ class TrainingShape:
 
     @classmethod
     def from_recipe(cls, recipe: TrainRecipe, steps: int | None = None, ranks: int | None = None) -> TrainingShape:
-        """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of the micro-batches of a step.
+        """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of a step's micro-batches.
         ``ranks`` are those that run; those that ``[parallel]`` asks for if that is None."""
         shape = cls.from_settings(recipe.train, steps)
         n = layout_of(recipe.parallel).n_devices if ranks is None else ranks
