@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ ENGINE = "engine"
 """Name of the replicas' deployment."""
 LOOK_S = 1.0
 """How often a replica says whether it takes requests."""
-LOOK_BACK_S = 12.0
+TELLS_S = 1.0
+"""How often replicas and the ingress tell the autoscaler what they have. With Ray's default, 10, the first request of a server
+without replicas waited eight seconds before one was even started."""
+LOOK_BACK_S = 10.0
 """Seconds over which the autoscaler averages. Ray's own default, 30, is for replicas that take a minute to start."""
 UPSCALE_S = 5.0
 """How long more replicas must have been needed before one is started: about as long as it takes to start."""
@@ -34,15 +38,19 @@ def application(settings: ServeSettings, scale: Scale, local_only: bool) -> serv
         policy_function="twostroke.server.ray_serve.scaling:OngoingAndPredicted",
         policy_kwargs={"target_ongoing": scale.target_ongoing, "target_wait_s": scale.target_wait_s},
     )
-    scaling = AutoscalingConfig(
-        min_replicas=scale.min_replicas,
-        max_replicas=scale.max_replicas,
-        target_ongoing_requests=scale.target_ongoing,
-        look_back_period_s=LOOK_BACK_S,
-        upscale_delay_s=UPSCALE_S,
-        downscale_delay_s=scale.scale_down_s,
-        policy=policy,
-    )
+    with warnings.catch_warnings():
+        # Deprecated for variables of the environment, which Ray 2.60 does not read where it schedules what is told.
+        warnings.filterwarnings("ignore", ".*metrics_interval_s", DeprecationWarning)
+        scaling = AutoscalingConfig(
+            min_replicas=scale.min_replicas,
+            max_replicas=scale.max_replicas,
+            target_ongoing_requests=scale.target_ongoing,
+            metrics_interval_s=TELLS_S,
+            look_back_period_s=LOOK_BACK_S,
+            upscale_delay_s=UPSCALE_S,
+            downscale_delay_s=scale.scale_down_s,
+            policy=policy,
+        )
     router = RequestRouterConfig(
         request_router_class="twostroke.server.ray_serve.request_router.FirstTokenRouter",
         request_routing_stats_period_s=LOOK_S,

@@ -21,9 +21,6 @@ from twostroke.server.ray_serve.settings import Scale, check_replicated
 from twostroke.server.run import url_of
 
 NAME = "twostroke"
-TELLS_S = "2"
-"""How often, in seconds, replicas and the ingress tell the autoscaler what they have. Ray's own default, 10, leaves a load that
-grows alone for as long as a replica takes to start, several times over."""
 OBJECT_STORE_BYTES = 100 * 2**20
 """Of a cluster of our own: nothing large passes through it."""
 _TICK_S = 0.1
@@ -86,8 +83,6 @@ def serve_on_ray(
 
 def _join(scale: Scale) -> None:
     """Join the cluster of RAY_ADDRESS, or start one of this machine alone. Raises ConfigError."""
-    os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
-    os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", TELLS_S)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
     import ray
 

@@ -55,7 +55,7 @@ class Arguments:
     lora: tuple[str, ...] = ()
     max_concurrent: int = 128
     max_queued_tokens: int | None = None
-    grace_s: float = 90.0
+    grace_s: float = ServeSettings.grace_s
     scale: Scale = Scale()
     engine: EngineSettings = field(default_factory=EngineSettings)
 
