@@ -17,8 +17,11 @@ import pytest
 import torch
 from ranked import RankRunner, values_of
 
+from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
-from twostroke.core.recipe import TrainRecipe
+from twostroke.core.recipe import TrainRecipe, recipe_from_dict
+from twostroke.planner.training.layout import Layout, layout_of
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.start import train
 
@@ -276,3 +279,17 @@ def test_a_launcher_hands_its_stop_to_the_ranks(make_recipe: Any, tmp_path: Path
     assert process.returncode == 1, said
     assert said.count("error:") == 1
     assert "was ended by SIGKILL, and the others stopped. Checkpoint step-" in said
+
+
+def test_a_recipe_s_layout_is_what_is_planned() -> None:
+    recipe = recipe_from_dict(
+        {"model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_ff": 8}, "parallel": {"data": 2, "shard": 2}}
+        | {"train": {"steps": 1, "grad_accumulation": 8}}
+    )
+    assert layout_of(recipe.parallel) == Layout(data=4, zero=3)
+    assert TrainingShape.from_recipe(recipe).grad_accumulation == 2
+    assert layout_of(None) == layout_of(ParallelRecipe()) == Layout()
+    with pytest.raises(ConfigError, match=r"parallel\.context=2 is planned by `twostroke plan train` and not trained yet"):
+        ParallelRecipe(context=2)
+    with pytest.raises(ConfigError, match=r"trains adapters, which parallel\.shard=2 cannot do"):
+        dataclasses.replace(recipe, method="lora", model=dataclasses.replace(recipe.model, init_from="x"))

@@ -74,6 +74,11 @@ class Layout:
         return self.replicas * self.tensor * self.pipeline
 
     @property
+    def is_trained(self) -> bool:
+        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them."""
+        return self.n_devices == self.data and self.expert == 1 and self.zero != 1
+
+    @property
     def sequence_cut(self) -> int:
         """How many ways norms and residuals are cut: ``tensor`` under sequence parallel, else 1."""
         return self.tensor if self.sequence_parallel else 1

@@ -195,7 +195,7 @@ class TrainingPlan:
         shape, accelerator = self.shape, self.hardware.accelerator
         return engines.not_trained(
             self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
-            logits=shape.logits, devices=self.layout.n_devices, accelerator=accelerator,
+            logits=shape.logits, devices=1 if self.layout.is_trained else self.layout.n_devices, accelerator=accelerator,
         ) + shape.planned_only  # fmt: skip
 
     @property
