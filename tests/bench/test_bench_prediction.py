@@ -156,7 +156,8 @@ def test_http_is_in_each_step_and_before_the_first_token() -> None:
         predict_load(small_llama(), load(users=4, n_requests=200), ServingShape("bf16"), machine)
         for machine in (native(), native(http=beside))
     )
-    assert served["ttft_s"] > engine["ttft_s"] + 0.5
+    # Without HTTP the four ask at once and wait for each other's prompts; half of that at most is one prompt.
+    assert served["ttft_s"] > engine["ttft_s"] / 2 + 0.5
     assert served["concurrency"] == pytest.approx(4.0, rel=0.05)  # a request is in flight from being sent
     assert served["tpot_s"] == pytest.approx(engine["tpot_s"] + 1.4e-3, rel=0.3)
     assert served["decode_step_s"] < served["tpot_s"]

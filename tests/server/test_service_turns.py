@@ -119,7 +119,7 @@ def test_a_request_that_is_refused_half_way_gives_its_places_back(echo_model: Pa
 def test_the_engine_process_hands_on_all_of_it() -> None:
     calls: list[tuple[Any, ...]] = []
     engine = SimpleNamespace(add_request=lambda *a: calls.append(a), abort=lambda *a: calls.append(a))
-    server = SimpleNamespace(_engine=engine, _owners={}, _preparing=[])
+    server = SimpleNamespace(_engine=engine, _owners={}, _preparing=[], _let_go=lambda key: None)
     server._ended = lambda key, indices: EngineServer._ended(server, key, indices)  # type: ignore[arg-type]
     connection: Any = SimpleNamespace(number=1, requests=set(), send=calls.append)
     params = SamplingParams(n=2)
