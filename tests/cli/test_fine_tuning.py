@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.training.parallelize.use_available_cores", lambda: 1)
+    monkeypatch.setattr("twostroke.training.parallelize.use_available_cores", lambda asked=0, processes=1: 1)
     torch.set_num_threads(1)
 
 
