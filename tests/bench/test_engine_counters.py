@@ -73,6 +73,12 @@ def test_a_server_without_counters_and_an_engine_that_was_restarted_tell_nothing
     assert engine_values(full, counters(), counters(), 2) == {}
 
 
+def test_what_rises_and_falls_as_an_engine_runs_is_no_sign_of_a_restart() -> None:
+    before = counters(running=1.0, pages_used=9.0)
+    after = counters(prefill_seconds=0.5, prefill_tokens=10, running=0.0, pages_used=2.0)
+    assert engine_values(before, after, after, 1) == {"prefill_s": 0.5, "prefill_tok_per_s": 20.0}
+
+
 def test_one_warm_up_request_is_no_idle_measurement() -> None:
     warm = counters(prefill_seconds=1.0)
     assert engine_values(warm, warm, warm, 0) == {}

@@ -11,7 +11,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.rates import FirstUses, HttpRates, Process, SamplingRate, TextRates, WeightRates
 from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
 from twostroke.planner.serving.first_answer import as_first_answers
-from twostroke.planner.serving.http import http_front_end, starts_over_http, step_beside_http_s, step_sharing_s
+from twostroke.planner.serving.http import after_a_pause, http_front_end, starts_over_http, step_beside_http_s, step_sharing_s
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape
@@ -79,6 +79,15 @@ def test_http_takes_of_a_step_on_all_threads_by_step_answer_and_others_requests(
     assert step_sharing_s(hardware, 11, 50) == pytest.approx(2e-4 + 3.3e-4 + 2e-4)
     assert step_sharing_s(hardware, 11, 1) > step_sharing_s(hardware, 11, 50)
     assert step_sharing_s(native(), 11, 50) == 0.0
+
+
+def test_a_batch_that_comes_at_once_waits_once_for_what_a_pause_left() -> None:
+    usual = {"prefill_tok_per_s": 1000.0, "ttft_s": 0.1, "tpot_s": 1e-3, "e2e_s": 0.2, "output_tok_per_s": 500.0}
+    found = after_a_pause(usual, 400, native(http=HttpRates(0.0, 0.0, 0.0, idle_s=0.1)))
+    assert found == pytest.approx(
+        {"prefill_tok_per_s": 800.0, "ttft_s": 0.2, "tpot_s": 1e-3, "e2e_s": 0.3, "output_tok_per_s": 500 * 2 / 3}
+    )
+    assert after_a_pause(usual, 400, native()) == usual
 
 
 def test_handling_a_request_takes_no_longer_than_all_of_what_comes_before_a_first_token() -> None:

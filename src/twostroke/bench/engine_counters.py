@@ -25,6 +25,12 @@ FORMULAS: dict[str, str] = {
 
 Counters = Mapping[str, float]
 
+COUNTERS = (
+    "prefill_seconds", "prefill_tokens", "decode_seconds", "decode_steps", "decode_tokens", "decode_bytes", "decode_requests",
+    "draft_tokens", "accepted_draft_tokens",
+)  # fmt: skip
+"""What is read of an engine's counters. All else may fall as it runs, as the requests that wait do."""
+
 
 async def read_counters(address: Address, headers: Mapping[str, str]) -> Counters:
     """The engine's counters now; empty if the server has no such counters."""
@@ -68,5 +74,5 @@ def engine_values(warm: Counters, before: Counters, after: Counters, n_idle: int
 
 
 def _growth(earlier: Counters, later: Counters) -> dict[str, float]:
-    growth = {name: later[name] - earlier[name] for name in later if name in earlier}
+    growth = {name: later[name] - earlier[name] for name in COUNTERS if name in earlier and name in later}
     return {} if any(value < 0 for value in growth.values()) else growth

@@ -303,11 +303,13 @@ def _first_key(file: Path) -> str:
 def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters: Mapping[str, Path]) -> Planned:
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.adapters import adapters_in
+    from twostroke.planner.serving.http import after_a_pause
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
     plan = plan_serving(spec, replace(shape, batch=batch, adapters=adapters_in(adapters.values())), machine).prediction()
+    plan = after_a_pause(plan, batch * shape.prompt_tokens, machine)
     names = ["prefill_tok_per_s", "decode_tok_per_s", "tpot_s", "output_tok_per_s", "energy_per_mtok_kwh", "cost_per_mtok_usd"]
     names += ["ttft_s"] if batch == 1 else []
     return Planned({name: plan[name] for name in names}, machine)

@@ -130,10 +130,11 @@ def _cache_of(side: Side) -> str | None:
 
 def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
     from twostroke.planner.hardware.tables import load_hardware
+    from twostroke.planner.serving.http import after_a_pause
     from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")
-    plan = _plan(side, sides, machine, 1).prediction()
+    plan = after_a_pause(_plan(side, sides, machine, 1).prediction(), _lengths(sides)[0], machine)
     return Planned({name: plan[name] for name in ("prefill_tok_per_s", "decode_tok_per_s")}, machine)
 
 

