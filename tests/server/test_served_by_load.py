@@ -7,7 +7,7 @@ import pytest
 from twostroke.planner.choosing.server_settings import Level
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.serving.under_load import Slo
-from twostroke.server.record import LEAST_ANSWERS, by_users, served_levels, within_slo
+from twostroke.server.record import LEAST_ANSWERS, by_users, served_levels, transferred, within_slo
 from twostroke.server.served import Answer, in_flight
 
 LEVELS = [Level(n, 0.1 * n, 0.01 * n, 1.0) for n in (1, 2, 4)]
@@ -44,3 +44,12 @@ def test_the_share_of_answers_within_the_slo() -> None:
     assert found["served_within_slo"] == 0.5
     assert found["served_mean_ttft_s"] == pytest.approx(0.525)
     assert within_slo([], Slo()) == {}
+
+
+def test_handovers_are_means_and_test_a_prediction_of_like_prompts_alone() -> None:
+    counted = {"handover_requests": 3.0, "handover_bytes": 900.0, "handover_s": 0.03, "handover_tokens": 432.0}
+    means = {"transfer_bytes": 300.0, "transfer_s": 0.01}
+    assert transferred(ServingShape(prompt_tokens=128), counted) == (means, "")
+    values, why_not = transferred(ServingShape(prompt_tokens=1000), counted)
+    assert (values, why_not) == (means, "predicted for 1000 tokens; 144 were handed over on average.")
+    assert transferred(ServingShape(prompt_tokens=128), {}) == ({}, "no prompt was handed over.")
