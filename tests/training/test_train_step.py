@@ -239,7 +239,7 @@ def test_without_a_compiler_it_says_so_once_and_trains(monkeypatch: pytest.Monke
 
 
 def test_a_failed_compilation_is_logged_once_and_the_step_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(decoder: Decoder) -> object:
+    def broken(decoder: Decoder, chunk: object) -> object:
         for block in decoder.blocks:
             block._compiled_call_impl = _raise
         return _raise

@@ -198,9 +198,10 @@ class TrainRecipe:
             raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
 
     def _check_parallel(self) -> None:
-        if self.parallel is None or self.parallel.shard == 1:
+        if self.parallel is None or self.parallel.of_a_replica == 1:
             return
-        t, remedy = self.train, "Use parallel.shard=1, which keeps the model whole on each rank."
+        t, cut = self.train, "shard" if self.parallel.shard > 1 else "tensor"
+        remedy = f"Use parallel.{cut}=1, which keeps the model whole on each rank."
         refused = {
             f'method="{self.method}" trains adapters': self.trains_adapters,
             'train.optimizer="lamb" moves each matrix by its length': t.optimizer == "lamb",
@@ -208,10 +209,16 @@ class TrainRecipe:
             f"train.diagnostics_every={t.diagnostics_every} looks at activations": t.diagnostics_every > 0,
             f"train.sample_every={t.sample_every} writes texts": t.sample_every > 0,
         }
+        if cut == "tensor":
+            refused |= {
+                f"train.evaluate_every={t.evaluate_every} scores texts of any length": t.evaluate_every > 0,
+                f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0,
+                f"train.layer_dropout={t.layer_dropout:g} leaves out rows": t.layer_dropout > 0,
+            }
         for what, asked in refused.items():
             if asked:
                 raise ConfigError(
-                    f"{what}, which parallel.shard={self.parallel.shard} cannot do on parts of a matrix. {remedy}"
+                    f"{what}, which parallel.{cut}={getattr(self.parallel, cut)} cannot do on parts of a matrix. {remedy}"
                 )
 
 

@@ -21,7 +21,7 @@ from twostroke.training.early_exit import EarlyExit
 from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.optimizers import Optimizers
-from twostroke.training.parallelize import pick_device
+from twostroke.training.parallelize import chunk_of, pick_device
 from twostroke.training.ranked_masters import masters_of
 from twostroke.training.ranked_step import RankedStep
 from twostroke.training.reader import CheckpointReader
@@ -84,6 +84,7 @@ def build(inputs: RunInputs) -> RunState:
             settings.activation_checkpointing,
             ExpertBalance(decoder, settings, moves_biases=not recipe.trains_adapters),
             EarlyExit.of(decoder, settings, inputs.steps, from_scratch=recipe.model.init_from is None),
+            chunk_of(decoder, ranks),
         ),
     )
     ranks.parts = run.parts

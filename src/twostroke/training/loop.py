@@ -149,7 +149,7 @@ class _Loop:
                 self._stop()
             clock.start()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
-            batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n)]
+            batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n_readers)]
             clock.lap("data")
             factor = scheduled_factor(settings, run.step, run.inputs.steps)
             if run.train_step.early_exit is not None:
@@ -159,7 +159,7 @@ class _Loop:
             self.stop.nothing_to_save = False
             run.last_batch, run.last_result = batches[-1], result
             run.step += 1
-            n_tokens = run.inputs.ranks.n * sum(batch.tokens.numel() for batch in batches)
+            n_tokens = run.inputs.ranks.n_readers * sum(batch.tokens.numel() for batch in batches)
             run.tokens += n_tokens
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began

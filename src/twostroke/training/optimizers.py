@@ -20,7 +20,7 @@ from twostroke.training.lamb import Lamb
 from twostroke.training.loss_scale import DynamicLossScale
 from twostroke.training.owned_matrices import OwnedMatrices
 from twostroke.training.precision import MasterWeights
-from twostroke.training.ranked_masters import ShardedMasters, SummedMasters
+from twostroke.training.ranked_masters import DividedMasters, SummedMasters
 from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 
 MUON_MOMENTUM = 0.95
@@ -164,7 +164,7 @@ class Optimizers:
             self._optimizers.append(_muon(settings, muon))
         self._owned: OwnedMatrices | None = None
         if owned:
-            assert isinstance(masters, ShardedMasters)
+            assert isinstance(masters, DividedMasters)
             self._owned = OwnedMatrices(masters, owned, lambda leaves: _muon(settings, leaves))
             self._optimizers.append(self._owned)
         self._base_rates = [[group["lr"] for group in o.param_groups] for o in self._optimizers]

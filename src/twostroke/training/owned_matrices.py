@@ -1,7 +1,7 @@
-"""Muon where ranks hold rows of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
+"""Muon where ranks hold pieces of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
 
-Orthogonalising needs all rows. So a rank's rows of weight and gradient travel to the owner, which updates the matrix as one
-process would, and the new rows travel back. Owners take turns in the order of the matrices, and keep the momentum.
+Orthogonalising needs all rows. So a rank's piece of weight and gradient travels to the owner, which updates the matrix as one
+process would, and the new pieces travel back. Owners take turns in the order of the matrices, and keep the momentum.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twostroke.training.ranked_masters import ShardedMasters
+from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranks import Part
-from twostroke.training.whole import OwnedPart, rows_of
+from twostroke.training.whole import OwnedPart
 
 MOMENTUM = "momentum_buffer"
 
@@ -29,15 +29,15 @@ class OwnedMatrices:
 
     def __init__(
         self,
-        masters: ShardedMasters,
+        masters: DividedMasters,
         parts: Mapping[str, Sequence[tuple[str, int]]],
         make: Callable[[list[Tensor]], torch.optim.Optimizer],
     ) -> None:
         self._masters, self._parts, self._names = masters, parts, list(parts)
         masters.owned = frozenset(self._names)
         ranks = masters.ranks
-        self._n, self._own = ranks.layout.shard, ranks.shard
-        self._group = ranks.mesh.get_group("shard")
+        self._n, self._own = ranks.layout.of_a_replica, ranks.place
+        self._group = masters.group
         self._device = next(iter(masters.weights.values())).device
         # A leaf for each matrix of an owned master; its memory is there during its update alone.
         self._leaves = {
@@ -67,10 +67,11 @@ class OwnedMatrices:
         dist.all_to_all_single(received, torch.cat(sent), counts, sizes, group=self._group)
         updated = torch.empty(0, device=self._device)
         if mine is not None:
-            pairs = [piece.chunk(2) for piece in received.split(counts) if piece.numel()]
-            weight, gradient = (torch.cat([pair[i] for pair in pairs]).view(self._masters.shapes[mine]) for i in range(2))
+            shapes = [self._masters.piece_shape(mine, rank) for rank in range(self._n)]
+            pairs = [piece.view(2, *shape) for piece, shape in zip(received.split(counts), shapes, strict=True)]
+            weight, gradient = (self._masters.joined(mine, [pair[i] for pair in pairs]) for i in range(2))
             self._update(mine, weight, gradient)
-            updated = weight.reshape(-1)
+            updated = torch.cat([self._masters.piece(mine, weight, rank).reshape(-1) for rank in range(self._n)])
         back = torch.empty(sum(sizes) // 2, device=self._device)
         dist.all_to_all_single(back, updated, [s // 2 for s in sizes], [c // 2 for c in counts], group=self._group)
         for name, rows in zip(names, back.split([s // 2 for s in sizes[: len(names)]]), strict=True):
@@ -81,9 +82,7 @@ class OwnedMatrices:
         """Elements of master ``name`` on each rank of the replica."""
         if name is None:
             return [0] * self._n
-        n_rows, *rest = self._masters.shapes[name]
-        spans = (rows_of(n_rows, shard, self._n) for shard in range(self._n))
-        return [(end - first) * math.prod(rest) for first, end in spans]
+        return [math.prod(self._masters.piece_shape(name, rank)) for rank in range(self._n)]
 
     def _update(self, name: str, weight: Tensor, gradient: Tensor) -> None:
         rows = [n for _, n in self._parts[name]]

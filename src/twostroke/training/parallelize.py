@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twostroke.model.decoder import Decoder
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
+from twostroke.training.tensor_parallel import chunk_of_cut
 from twostroke.training.tree_sums import tree_sum
 
 Log = Callable[[str], None]
@@ -83,6 +85,11 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     register_fsdp_forward_method(decoder, "hidden")
 
 
+def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:
+    """The loss of a chunk of rows by ``decoder``'s head, which tensor parallel cuts."""
+    return chunk_loss if ranks.layout.tensor == 1 else chunk_of_cut(decoder.spec, ranks)
+
+
 def drop_gathered(decoder: nn.Module) -> None:
     """Drop the gathered weights of each unit of ``decoder``, which ``shard_decoder`` made."""
     for unit in (*decoder.get_submodule("blocks").children(), decoder):
@@ -99,8 +106,8 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
-def compile_blocks(decoder: nn.Module) -> ChunkFunction:
-    """Compile each block of ``decoder`` in place, and return a compiled chunk of the loss.
+def compile_blocks(decoder: nn.Module, chunk: ChunkFunction = chunk_loss) -> ChunkFunction:
+    """Compile each block of ``decoder`` in place, and return ``chunk``, which is that of the loss, compiled.
 
     Blocks are compiled one by one because they share one graph: the time to compile does not grow with depth, and the code
     between them stays plain Python. With ``dynamic=False`` shapes are static, which gives faster code; all batches of a run
@@ -110,7 +117,7 @@ def compile_blocks(decoder: nn.Module) -> ChunkFunction:
     decoder.get_submodule("embed").register_forward_hook(_needs_gradient)
     for block in decoder.get_submodule("blocks").children():
         block.compile(dynamic=False)
-    compiled: ChunkFunction = torch.compile(chunk_loss, dynamic=False)
+    compiled: ChunkFunction = torch.compile(chunk, dynamic=False)
     return compiled
 
 
@@ -119,12 +126,10 @@ def _needs_gradient(module: nn.Module, arguments: object, embedded: torch.Tensor
         embedded.requires_grad_()
 
 
-def undo_compile(decoder: nn.Module) -> ChunkFunction:
-    """Run the blocks uncompiled again, and return the uncompiled chunk of the loss. torch has no public inverse of
-    ``compile``."""
+def undo_compile(decoder: nn.Module) -> None:
+    """Run the blocks uncompiled again. torch has no public inverse of ``compile``."""
     for block in decoder.get_submodule("blocks").children():
         block._compiled_call_impl = None
-    return chunk_loss
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The norm of a gradient is that of its rows' norms, which no layout cuts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,11 @@ class SummedMasters(MasterWeights):
         totals = self._sums.total()
         self.ranks.sum_over_replicas(totals, wire)
         torch._foreach_copy_(list(self.gradients.values()), totals)
+        self._complete_gradients()
         return self._norms()
+
+    def _complete_gradients(self) -> None:
+        """Add up what the ranks of a replica computed of ``gradients`` apart."""
 
     @property
     def _leaf_dtype(self) -> torch.dtype:
@@ -64,7 +68,7 @@ class SummedMasters(MasterWeights):
         """√Σ‖row‖² of each gradient, of the rows of all shards in their order."""
         n, norms, heights = self.ranks.layout.shard, [], []
         for name, gradient in self.gradients.items():
-            rows = _row_norms(gradient)
+            rows = row_norms(gradient)
             heights.append(-(-self.shapes[name][0] // n))
             norms.append(nn.functional.pad(rows, (0, heights[-1] - len(rows))))
         all_rows = self.ranks.over_shards(torch.cat(norms))
@@ -75,14 +79,80 @@ class SummedMasters(MasterWeights):
         return torch.stack(squares).sqrt().float()
 
 
-class ShardedMasters(SummedMasters):
+class DividedMasters(SummedMasters):
+    """Masters that the ranks of a replica, the ``group``, hold pieces of."""
+
+    is_sharded = True
+    _shapes: Mapping[str, tuple[int, ...]]
+    owned: frozenset[str] = frozenset()
+    """Those whose optimizer state is of the whole matrix (``training.owned_matrices``)."""
+
+    @property
+    def group(self) -> Any:
+        raise NotImplementedError
+
+    def part(self, name: str, local: Tensor) -> Tensor | Part:
+        """The whole of which ``local`` is this rank's piece, of master ``name`` or of its state."""
+        raise NotImplementedError
+
+    def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
+        """What ``rank`` of the group holds of ``whole``, this one by default."""
+        raise NotImplementedError
+
+    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole of the ``pieces`` of all ranks."""
+        raise NotImplementedError
+
+    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(self.piece(name, weights[name]))
+        self.update_working_copy()
+
+    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        parts = {name: self.part(name, weight) for name, weight in self.weights.items()}
+        return Whole(self.ranks, parts | dict(extra), WEIGHTS)
+
+    def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        parts = {name: self.part(name, average) for name, average in averages.items()}
+        return Whole(self.ranks, parts | dict(extra), f"{OPTIMIZER}ema::")  # as the optimizer's state names them
+
+    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        parts: dict[str, Tensor | Part] = {}
+        for key, value in state.items():
+            name = self._weight_of(key)
+            is_piece = name is not None and isinstance(value, Tensor) and value.dim() > 0
+            parts[key] = self.part(name, value) if is_piece and name is not None else value
+        return Whole(self.ranks, parts, OPTIMIZER)
+
+    def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for key, value in state.items():
+            name = self._weight_of(key)
+            found[key] = value if name is None or value.dim() == 0 else self.piece(name, value)
+        return found
+
+    def _weight_of(self, key: str) -> str | None:
+        """The weight whose pieces state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole one's."""
+        owner, _, name = key.partition("::")
+        if owner in self._shapes:
+            return None if owner in self.owned else owner
+        return name if name in self._shapes else None
+
+
+class ShardedMasters(DividedMasters):
     """Rows of each master on each rank of a replica (ZeRO-2 and 3 by torch's FSDP2).
 
     The decoder's parameters are the masters' rows in fp32. FSDP2 rounds them to the type of the computation when it gathers
     them, and hands each rank its rows of the gradients' sum.
     """
-
-    is_sharded = True
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -97,11 +167,6 @@ class ShardedMasters(SummedMasters):
         self.frozen_bytes = sum(t.numel() * t.element_size() for t in decoder.buffers())
         self.has_working_copy = False
         self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        self.owned: frozenset[str] = frozenset()  # whose optimizer state is of the whole matrix (``training.owned_matrices``)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -121,48 +186,28 @@ class ShardedMasters(SummedMasters):
     def update_working_copy(self) -> None:
         self.drop_gathered()
 
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(self._rows(name, weights[name]))
-        self.update_working_copy()
+    @property
+    def group(self) -> Any:
+        return self.ranks.mesh.get_group("shard")
 
-    def _rows(self, name: str, whole: Tensor) -> Tensor:
-        first, end = rows_of(self._shapes[name][0], self.ranks.shard, self.ranks.layout.shard)
+    def part(self, name: str, local: Tensor) -> Tensor | Part:
+        return RowsPart(local, self._shapes[name])
+
+    def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
+        first, end = rows_of(len(whole), self.ranks.shard if rank is None else rank, self.ranks.layout.shard)
         return whole[first:end]
 
-    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        parts: dict[str, Tensor | Part] = {name: RowsPart(w, self._shapes[name]) for name, w in self.weights.items()}
-        return Whole(self.ranks, parts | dict(extra), WEIGHTS)
+    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces))
 
-    def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        parts: dict[str, Tensor | Part] = {name: RowsPart(a, self._shapes[name]) for name, a in averages.items()}
-        return Whole(self.ranks, parts | dict(extra), f"{OPTIMIZER}ema::")  # as the optimizer's state names them
-
-    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        parts: dict[str, Tensor | Part] = {}
-        for key, value in state.items():
-            name = self._weight_of(key)
-            is_rows = name is not None and isinstance(value, Tensor) and value.dim() > 0
-            parts[key] = RowsPart(value, self._shapes[name]) if is_rows and name is not None else value
-        return Whole(self.ranks, parts, OPTIMIZER)
-
-    def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for key, value in state.items():
-            name = self._weight_of(key)
-            found[key] = value if name is None or value.dim() == 0 else self._rows(name, value)
-        return found
-
-    def _weight_of(self, key: str) -> str | None:
-        """The weight whose rows state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole matrix's."""
-        owner, _, name = key.partition("::")
-        if owner in self._shapes:
-            return None if owner in self.owned else owner
-        return name if name in self._shapes else None
+    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        n_rows, *rest = self._shapes[name]
+        first, end = rows_of(n_rows, rank, self.ranks.layout.shard)
+        return (end - first, *rest)
 
 
-def _row_norms(gradient: Tensor) -> Tensor:
+def row_norms(gradient: Tensor) -> Tensor:
+    """‖row‖ of each row of ``gradient``, of a vector each value's."""
     if gradient.dim() < 2:
         return gradient.float().abs()
     norms: Tensor = torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float32)
@@ -181,4 +226,8 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
     computed, stored = COMPUTED_AND_STORED[dtype]
     if ranks.layout.shard > 1:
         return ShardedMasters(decoder, computed, ranks)
+    if ranks.layout.tensor > 1:
+        from twostroke.training.tensor_masters import TensorMasters  # which is made of what is in this file
+
+        return TensorMasters(decoder, computed, stored, ranks)
     return SummedMasters(decoder, computed, stored, ranks)

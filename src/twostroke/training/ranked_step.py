@@ -26,7 +26,8 @@ class RankedStep(TrainStep):
         self.ranks = ranks
 
     def _n_valid(self, batches: Sequence[Batch]) -> int:
-        return int(sum(map(sum, self.ranks.numbers([batch.n_valid for batch in batches]))))
+        by_rank = self.ranks.numbers([batch.n_valid for batch in batches])
+        return int(sum(map(sum, self.ranks.of_readers(by_rank))))
 
     def _parts(self, batch: Batch) -> list[Batch]:
         return [batch]
@@ -43,7 +44,7 @@ class RankedStep(TrainStep):
         seed = int(torch.randint(2**62, ()))  # the same on all ranks, whose generators are in one state between steps
         state = torch.get_rng_state()
         losses: list[Tensor] = []
-        for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n), batches, strict=True):
+        for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n_readers), batches, strict=True):
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned
             torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
@@ -56,7 +57,8 @@ class RankedStep(TrainStep):
         if self.experts is not None:
             self.ranks.sum_counts([mlp.load for mlp in self.experts.mixtures])
         # fsum is exact, so the order in which ranks computed them does not matter.
-        flat = [loss for rank in self.ranks.numbers(torch.stack(losses).tolist()) for loss in rank]
+        by_rank = self.ranks.numbers(torch.stack(losses).tolist())
+        flat = [loss for rank in self.ranks.of_readers(by_rank) for loss in rank]
         total = math.fsum(flat) if all(map(math.isfinite, flat)) else sum(flat)
         clock.lap("optimizer")
         return total * share, norms / loss_scale

@@ -49,7 +49,8 @@ class Part(Protocol):
 
 
 class Ranks:
-    """One process of ``n``. ``layout`` is set by ``lay_out``; rank r is number r % shard of replica r // shard."""
+    """One process of ``n``. ``layout`` is set by ``lay_out``: the ranks of a replica are neighbours, r // (shard·tensor) is the
+    number of the replica."""
 
     def __init__(self, rank: int = 0, n: int = 1, control: Any = None) -> None:
         self.rank, self.n = rank, n
@@ -68,12 +69,31 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        return self.rank // self.layout.shard
+        return self.rank // self.layout.of_a_replica
+
+    @property
+    def place(self) -> int:
+        """The number of this rank in its replica."""
+        return self.rank % self.layout.of_a_replica
 
     @property
     def shard(self) -> int:
-        """The number of this rank in its replica."""
-        return self.rank % self.layout.shard
+        """The number of this rank among those that share out rows."""
+        return self.place // self.layout.tensor
+
+    @property
+    def tensor(self) -> int:
+        """The number of this rank among those that share each matrix."""
+        return self.place % self.layout.tensor
+
+    @property
+    def n_readers(self) -> int:
+        """Ranks that compute different micro-batches."""
+        return self.n // self.layout.tensor
+
+    def of_readers(self, by_rank: list[T]) -> list[T]:
+        """Of what each rank found, that of one rank of each micro-batch."""
+        return by_rank[:: self.layout.tensor]
 
     def lay_out(self, layout: ParallelRecipe, device: torch.device) -> None:
         """Use ``layout``, which ``ParallelRecipe.on`` has filled in."""
@@ -81,8 +101,8 @@ class Ranks:
         if self.n > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            names = ("replica", "shard")
-            self.mesh = init_device_mesh(device.type, (layout.data, layout.shard), mesh_dim_names=names)
+            names = ("replica", "shard", "tensor")
+            self.mesh = init_device_mesh(device.type, (layout.data, layout.shard, layout.tensor), mesh_dim_names=names)
 
     def micro_batches(self, n: int) -> list[int]:
         """Numbers of those of a step's ``n`` micro-batches that this rank computes.
@@ -98,7 +118,8 @@ class Ranks:
         """In which order gradients are added."""
         if self.is_alone:
             return "one after another"
-        return "in a tree" if self.layout.exact else f"by {self.n} ranks"
+        order = "in a tree" if self.layout.exact else f"by {self.n} ranks"
+        return order if self.layout.tensor == 1 else f"{order}, of products on {self.layout.tensor} ranks"
 
     @property
     def n_local(self) -> int:

@@ -41,6 +41,7 @@ from twostroke.training.ranks import ALONE, Ranks
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
+from twostroke.training.tensor_parallel import check_tensor
 from twostroke.training.tensorboard import require_tensorboard
 
 Log = Callable[[str], None]
@@ -150,6 +151,7 @@ def _start(
     resolved = directory.open(recipe, resume)
     hardware, why_not = _hardware_of(pick_device(), ranks.n)
     if resolved is not None:
+        check_tensor(recipe, resolved.spec, ranks.layout.tensor)
         prepared = _same_data(recipe, resolved, data_progress)
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
@@ -157,10 +159,11 @@ def _start(
     prepared, is_made = _prepare(recipe.data, data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
+    check_tensor(recipe, spec, ranks.layout.tensor)
     steps = resolve_steps(recipe, spec, hardware)
     planned = Planned()
     if hardware is not None:
-        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps, ranks.n), hardware, layout_of(ranks.layout))
+        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps, ranks.n_readers), hardware, layout_of(ranks.layout))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
         planned = Planned(plan.prediction(), hardware)

@@ -82,25 +82,26 @@ class TrainStep:
         activation_checkpointing: str = "none",
         experts: ExpertBalance | None = None,
         early_exit: EarlyExit | None = None,
+        chunk: ChunkFunction = chunk_loss,
     ) -> None:
         self.experts, self.early_exit = experts, early_exit
         self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
         self.device = next(decoder.parameters()).device
         self._log = log
-        self._chunk: ChunkFunction = chunk_loss
+        self._chunk = self._uncompiled = chunk
         self._unproven = False  # compiled but not run yet: torch.compile reports most of its errors in the first call
         checkpoint_activations(decoder, activation_checkpointing)  # before compiling, so that the graph contains it
         if compile:
             missing = why_not_compile(self.device)
             if missing is None:
-                self._chunk = compile_blocks(decoder)
+                self._chunk = compile_blocks(decoder, chunk)
                 self._unproven = True
             else:
                 log(f"training is not compiled and takes about twice as long: {missing}.")
 
     @property
     def is_compiled(self) -> bool:
-        return self._chunk is not chunk_loss
+        return self._chunk is not self._uncompiled
 
     def __call__(
         self,
@@ -194,7 +195,8 @@ class TrainStep:
         try:
             loss = self.forward_backward(batch, scale, clock)
         except Exception as error:  # any error of torch.compile, the C++ compiler or Triton; a real one occurs again uncompiled
-            self._chunk = undo_compile(self.decoder)
+            undo_compile(self.decoder)
+            self._chunk = self._uncompiled
             self._unproven = False
             torch.set_rng_state(state)
             self.masters.zero_gradients()

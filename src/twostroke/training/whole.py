@@ -56,7 +56,7 @@ class OwnedPart:
     device: torch.device
 
     def gather(self, ranks: Ranks) -> Tensor | None:
-        if ranks.shard == self.owner:
+        if ranks.place == self.owner:
             assert self.tensor is not None
             if not ranks.is_first:
                 dist.send(self.tensor.contiguous(), 0)

@@ -75,8 +75,8 @@ class Layout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them."""
-        return self.n_devices == self.data and self.expert == 1 and self.zero != 1
+        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor parallel in them."""
+        return self.n_devices == self.data * self.tensor and self.expert == 1 and self.zero != 1
 
     @property
     def sequence_cut(self) -> int:
@@ -119,7 +119,7 @@ def layout_of(parallel: ParallelRecipe | None) -> Layout:
     if parallel is None:
         return SINGLE
     ranks = max(1, parallel.data) * parallel.shard
-    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0)
+    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0, tensor=parallel.tensor)
 
 
 @lru_cache(maxsize=4096)

@@ -152,9 +152,9 @@ class TrainingShape:
     @classmethod
     def from_recipe(cls, recipe: TrainRecipe, steps: int | None = None, ranks: int | None = None) -> TrainingShape:
         """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of a step's micro-batches.
-        ``ranks`` are those that run; those that ``[parallel]`` asks for if that is None."""
+        ``ranks`` are those that run and read different ones; those that ``[parallel]`` asks for if that is None."""
         shape = cls.from_settings(recipe.train, steps)
-        n = layout_of(recipe.parallel).n_devices if ranks is None else ranks
+        n = layout_of(recipe.parallel).data if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
         if not recipe.trains_adapters:
             return shape
