@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 
 from twostroke.core.errors import ConfigError
 
-PLANNED_ONLY = ("pipeline", "expert", "context")
+PLANNED_ONLY = ("pipeline", "expert")
 """Kinds of parallelism that `twostroke plan` knows and training does not run."""
+
+CUTS = ("shard", "tensor", "context")
+"""How the ranks of a replica share its work, one of them at a time."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +18,8 @@ class ParallelRecipe:
     """``data`` replicas of ``shard`` ranks each; ``data`` = 0 takes as many replicas as the ranks that are started make.
 
     ``zero`` says what the ``shard`` ranks of a replica share out: 2 masters, gradients and optimizer state, 3 the weights too,
-    which are then gathered again for each backward pass. Or the ``tensor`` ranks of a replica share each matrix, and compute
-    the same micro-batches together. A step's ``train.grad_accumulation`` micro-batches of
+    which are then gathered again for each backward pass. Or the ranks of a replica compute each micro-batch together:
+    ``tensor`` of them share each matrix, ``context`` each sequence. A step's ``train.grad_accumulation`` micro-batches of
     ``train.batch_size`` rows are shared out over all others, so the recipe describes the same step for any number of ranks; a
     micro-batch is one pass. With ``exact`` all sums are added in one order whatever the layout. ``threads`` are those of a
     rank on a CPU, on which the order of sums inside a product depends; 0 is the cores over the ranks of the machine.
@@ -33,7 +36,7 @@ class ParallelRecipe:
     context: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("tensor", 1), ("threads", 0)):
+        for name, least in (("data", 0), ("shard", 1), ("tensor", 1), ("context", 1), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"parallel.{name}={getattr(self, name)} must be at least {least}.")
         if self.zero not in (2, 3):
@@ -41,16 +44,14 @@ class ParallelRecipe:
                 f"parallel.zero={self.zero} must be 2 (masters, gradients and optimizer state are sharded) or 3 (weights too). "
                 "Use parallel.shard=1 to shard nothing."
             )
-        if self.shard > 1 and self.tensor > 1:
-            raise ConfigError(
-                f"parallel.shard={self.shard} and parallel.tensor={self.tensor} are not trained together yet. Use "
-                "parallel.data beside one of them."
-            )
+        above = [f"parallel.{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1]
+        if len(above) > 1:
+            raise ConfigError(f"{' and '.join(above)} are not trained together yet. Use parallel.data beside one of them.")
         for name in PLANNED_ONLY:
             if getattr(self, name) != 1:
                 raise ConfigError(
                     f"parallel.{name}={getattr(self, name)} is planned by `twostroke plan train` and not trained yet. Leave it "
-                    "out, or use parallel.data, parallel.shard or parallel.tensor."
+                    "out, or use parallel.data, parallel.shard, parallel.tensor or parallel.context."
                 )
 
     @property
@@ -61,12 +62,12 @@ class ParallelRecipe:
     @property
     def of_a_replica(self) -> int:
         """Ranks of one replica."""
-        return self.shard * self.tensor
+        return self.shard * self.tensor * self.context
 
     def on(self, n_ranks: int, micro_batches: int) -> ParallelRecipe:
         """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if
         they do not divide the ``micro_batches`` of a step."""
-        for name in ("shard", "tensor"):
+        for name in CUTS:
             if n_ranks % getattr(self, name):
                 raise ConfigError(
                     f"parallel.{name}={getattr(self, name)} must divide the {n_ranks} ranks. Use {divisors(n_ranks)}."
@@ -76,9 +77,9 @@ class ParallelRecipe:
                 f"parallel.data={self.data} · parallel.{self._shared} are {self.ranks} ranks, and {n_ranks} were started. "
                 f"Use --ranks {self.ranks}, or leave parallel.data out."
             )
-        n_readers = n_ranks // self.tensor
+        n_readers = n_ranks // (self.tensor * self.context)
         if micro_batches % n_readers:
-            what = "ranks" if self.tensor == 1 else f"groups of parallel.tensor={self.tensor} ranks"
+            what = "ranks" if n_readers == n_ranks else f"groups of parallel.{self._shared} ranks"
             raise ConfigError(
                 f"{n_readers} {what} must divide train.grad_accumulation={micro_batches}, the micro-batches of a step. Use "
                 f"{divisors(micro_batches)} {what}, or lower train.batch_size and raise train.grad_accumulation."
@@ -87,7 +88,7 @@ class ParallelRecipe:
 
     @property
     def _shared(self) -> str:
-        return f"shard={self.shard}" if self.tensor == 1 else f"tensor={self.tensor}"
+        return next((f"{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1), "shard=1")
 
 
 def divisors(number: int) -> str:

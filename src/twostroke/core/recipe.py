@@ -28,7 +28,7 @@ from twostroke.core.engines import Method
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
 from twostroke.core.families import spec_from_config
 from twostroke.core.matrices import ALL_LINEAR
-from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.parallel_recipe import CUTS, ParallelRecipe
 from twostroke.core.policy import NF4_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.core.tables import build
@@ -200,25 +200,29 @@ class TrainRecipe:
     def _check_parallel(self) -> None:
         if self.parallel is None or self.parallel.of_a_replica == 1:
             return
-        t, cut = self.train, "shard" if self.parallel.shard > 1 else "tensor"
-        remedy = f"Use parallel.{cut}=1, which keeps the model whole on each rank."
-        refused = {
+        t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
+        whole = "sequence" if cut == "context" else "matrix"
+        remedy = f"Use parallel.{cut}=1, which keeps each {whole} on one rank."
+        holds_pieces = {
             f'method="{self.method}" trains adapters': self.trains_adapters,
             'train.optimizer="lamb" moves each matrix by its length': t.optimizer == "lamb",
             'train.dtype="pure_bf16" rounds by random numbers': t.dtype == "pure_bf16",
             f"train.diagnostics_every={t.diagnostics_every} looks at activations": t.diagnostics_every > 0,
             f"train.sample_every={t.sample_every} writes texts": t.sample_every > 0,
         }
-        if cut == "tensor":
-            refused |= {
-                f"train.evaluate_every={t.evaluate_every} scores texts of any length": t.evaluate_every > 0,
-                f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0,
-                f"train.layer_dropout={t.layer_dropout:g} leaves out rows": t.layer_dropout > 0,
-            }
+        cuts_sequences = {f"train.layer_dropout={t.layer_dropout:g} leaves out rows": t.layer_dropout > 0}
+        cuts_matrices = {
+            f"train.evaluate_every={t.evaluate_every} scores texts of any length": t.evaluate_every > 0,
+            f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0,
+        }
+        refused: dict[str, bool] = {}
+        refused |= holds_pieces if cut != "context" else {}
+        refused |= cuts_sequences if cut != "shard" else {}
+        refused |= cuts_matrices if cut == "tensor" else {}
         for what, asked in refused.items():
             if asked:
                 raise ConfigError(
-                    f"{what}, which parallel.{cut}={getattr(self.parallel, cut)} cannot do on parts of a matrix. {remedy}"
+                    f"{what}, which parallel.{cut}={getattr(self.parallel, cut)} cannot do on parts of a {whole}. {remedy}"
                 )
 
 

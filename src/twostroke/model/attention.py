@@ -197,13 +197,21 @@ class Attention(nn.Module):
             return training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H | K | K, T, D)
-        dropped = self.dropout if self.training else 0.0
-        if mask is not None and must_be_explicit(self.spec, q.device, q.dtype, n_tokens, self.training):
-            weighted_values = explicit_attention(q, k, v, mask, dropped, self.scale, self.cap, self.sinks)
-        else:
-            # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.
-            weighted_values = F.scaled_dot_product_attention(
-                q, k, v, mask, dropped, is_causal=mask is None, scale=self.scale, enable_gqa=self.n_heads != self.n_kv_heads
-            )
+        weighted_values = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim)
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B K T D"],
+        v: Float[Tensor, "B K T D"],
+        mask: Float[Tensor, "#B 1 T S"] | None,
+    ) -> Float[Tensor, "B H T D"]:
+        """Each query's weighted values."""
+        dropped = self.dropout if self.training else 0.0
+        if mask is not None and must_be_explicit(self.spec, q.device, q.dtype, q.shape[2], self.training):
+            return explicit_attention(q, k, v, mask, dropped, self.scale, self.cap, self.sinks)
+        # enable_gqa instead of keys and values expanded to H heads takes 118 and 276 ms instead of 138 and 332 on a CPU.
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropped, is_causal=mask is None, scale=self.scale, enable_gqa=self.n_heads != self.n_kv_heads
+        )

@@ -142,7 +142,8 @@ def _memory_measurement(run: RunState) -> dict[str, Any]:
         "gradients_bytes": run.masters.gradients_bytes,
         "optimizer_bytes": run.optimizers.state_bytes,
     }
-    if run.last_batch is not None and not run.masters.is_sharded:  # other ranks would have to compute it too
+    # Other ranks would have to compute it too.
+    if run.last_batch is not None and not run.masters.is_sharded and run.inputs.ranks.layout.context == 1:
         measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)
         run.notes.append("activations_bytes are the storages that autograd saved in one micro-step (saved-tensor hooks)")
     return measured

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.recipe import TrainRecipe
+from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
+from twostroke.training.context_parallel import check_context
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
-from twostroke.training.tensor_parallel import chunk_of_cut
+from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut
 from twostroke.training.tree_sums import tree_sum
 
 Log = Callable[[str], None]
@@ -83,6 +87,12 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     for unit in units:
         unit.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks.layout.exact))  # type: ignore[operator]
     register_fsdp_forward_method(decoder, "hidden")
+
+
+def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -> None:
+    """Raise ConfigError if ``layout`` cannot cut what ``recipe`` trains."""
+    check_tensor(recipe, spec, layout.tensor)
+    check_context(recipe, spec, layout.context)
 
 
 def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
+from twostroke.training.context_parallel import sum_over_context
 from twostroke.training.parallelize import drop_gathered, shard_decoder
 from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
 from twostroke.training.ranks import Part, Ranks
@@ -59,6 +60,8 @@ class SummedMasters(MasterWeights):
 
     def _complete_gradients(self) -> None:
         """Add up what the ranks of a replica computed of ``gradients`` apart."""
+        if self.ranks.layout.context > 1:
+            sum_over_context(list(self.gradients.values()), self.ranks)
 
     @property
     def _leaf_dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twostroke.data.loader import Batch
 from twostroke.training.clock import StepClock
+from twostroke.training.context_parallel import ring_attention
 from twostroke.training.ranks import Ranks
 from twostroke.training.step import TrainStep, WindowAbandoned
 
@@ -24,6 +25,7 @@ class RankedStep(TrainStep):
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.ranks = ranks
+        self.ring = ring_attention(self.decoder, ranks)
 
     def _n_valid(self, batches: Sequence[Batch]) -> int:
         by_rank = self.ranks.numbers([batch.n_valid for batch in batches])
@@ -48,7 +50,10 @@ class RankedStep(TrainStep):
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned
             torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
-            losses.append(self._forward_backward_guarded(batch, share * loss_scale, clock))
+            own = batch if self.ring is None else self.ring.begin(batch)
+            losses.append(self._forward_backward_guarded(own, share * loss_scale, clock))
+            if self.ring is not None:
+                self.ring.end()
             self.masters.accumulate()
             clock.lap("optimizer")
         torch.manual_seed(seed)  # a GPU's generator too
@@ -58,7 +63,7 @@ class RankedStep(TrainStep):
             self.ranks.sum_counts([mlp.load for mlp in self.experts.mixtures])
         # fsum is exact, so the order in which ranks computed them does not matter.
         by_rank = self.ranks.numbers(torch.stack(losses).tolist())
-        flat = [loss for rank in self.ranks.of_readers(by_rank) for loss in rank]
+        flat = [loss for rank in self.ranks.of_tokens(by_rank) for loss in rank]
         total = math.fsum(flat) if all(map(math.isfinite, flat)) else sum(flat)
         clock.lap("optimizer")
         return total * share, norms / loss_scale

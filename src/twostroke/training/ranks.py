@@ -49,8 +49,8 @@ class Part(Protocol):
 
 
 class Ranks:
-    """One process of ``n``. ``layout`` is set by ``lay_out``: the ranks of a replica are neighbours, r // (shard·tensor) is the
-    number of the replica."""
+    """One process of ``n``. ``layout`` is set by ``lay_out``: the ranks of a replica are neighbours, and
+    r // (shard·context·tensor) is the number of the replica."""
 
     def __init__(self, rank: int = 0, n: int = 1, control: Any = None) -> None:
         self.rank, self.n = rank, n
@@ -79,7 +79,12 @@ class Ranks:
     @property
     def shard(self) -> int:
         """The number of this rank among those that share out rows."""
-        return self.place // self.layout.tensor
+        return self.place // (self.layout.context * self.layout.tensor)
+
+    @property
+    def context(self) -> int:
+        """The number of this rank among those that share each sequence."""
+        return self.place // self.layout.tensor % self.layout.context
 
     @property
     def tensor(self) -> int:
@@ -89,10 +94,14 @@ class Ranks:
     @property
     def n_readers(self) -> int:
         """Ranks that compute different micro-batches."""
-        return self.n // self.layout.tensor
+        return self.n // (self.layout.context * self.layout.tensor)
 
     def of_readers(self, by_rank: list[T]) -> list[T]:
         """Of what each rank found, that of one rank of each micro-batch."""
+        return by_rank[:: self.layout.context * self.layout.tensor]
+
+    def of_tokens(self, by_rank: list[T]) -> list[T]:
+        """Of what each rank found, that of one rank of each token."""
         return by_rank[:: self.layout.tensor]
 
     def lay_out(self, layout: ParallelRecipe, device: torch.device) -> None:
@@ -101,8 +110,9 @@ class Ranks:
         if self.n > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            names = ("replica", "shard", "tensor")
-            self.mesh = init_device_mesh(device.type, (layout.data, layout.shard, layout.tensor), mesh_dim_names=names)
+            names = ("replica", "shard", "context", "tensor")
+            sizes = (layout.data, layout.shard, layout.context, layout.tensor)
+            self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
     def micro_batches(self, n: int) -> list[int]:
         """Numbers of those of a step's ``n`` micro-batches that this rank computes.
@@ -119,7 +129,8 @@ class Ranks:
         if self.is_alone:
             return "one after another"
         order = "in a tree" if self.layout.exact else f"by {self.n} ranks"
-        return order if self.layout.tensor == 1 else f"{order}, of products on {self.layout.tensor} ranks"
+        cut = self.layout.tensor * self.layout.context
+        return order if cut == 1 else f"{order}, of products on {cut} ranks"
 
     @property
     def n_local(self) -> int:
@@ -239,7 +250,7 @@ class Ranks:
         if self.layout.data == 1:
             return
         group = self.mesh.get_group("replica")
-        for bucket in _buckets(tensors):
+        for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             n = self.layout.data
             if not self.layout.exact:
@@ -282,7 +293,8 @@ def exchanged(sent: Tensor, group: Any) -> list[Tensor]:
     return list(received.view(n, -1))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """``tensors`` that are sent at once, in their order."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)

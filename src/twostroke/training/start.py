@@ -36,12 +36,11 @@ from twostroke.training.finish import TrainingResult, finished
 from twostroke.training.loop import Evaluate, execute
 from twostroke.training.measurement import StepRecord
 from twostroke.training.observers import Observer
-from twostroke.training.parallelize import pick_device
+from twostroke.training.parallelize import check_layout, pick_device
 from twostroke.training.ranks import ALONE, Ranks
 from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
 from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
-from twostroke.training.tensor_parallel import check_tensor
 from twostroke.training.tensorboard import require_tensorboard
 
 Log = Callable[[str], None]
@@ -151,7 +150,7 @@ def _start(
     resolved = directory.open(recipe, resume)
     hardware, why_not = _hardware_of(pick_device(), ranks.n)
     if resolved is not None:
-        check_tensor(recipe, resolved.spec, ranks.layout.tensor)
+        check_layout(recipe, resolved.spec, ranks.layout)
         prepared = _same_data(recipe, resolved, data_progress)
         planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
@@ -159,7 +158,7 @@ def _start(
     prepared, is_made = _prepare(recipe.data, data_progress)
     spec = resolve_spec(recipe, prepared, hardware)
     check_adapters(recipe, spec)
-    check_tensor(recipe, spec, ranks.layout.tensor)
+    check_layout(recipe, spec, ranks.layout)
     steps = resolve_steps(recipe, spec, hardware)
     planned = Planned()
     if hardware is not None:

@@ -75,8 +75,11 @@ class Layout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor parallel in them."""
-        return self.n_devices == self.data * self.tensor and self.expert == 1 and self.zero != 1
+        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor or context parallel in
+        them."""
+        shared = [n for n in (self.tensor, self.context) if n > 1]
+        alone = not shared or (len(shared) == 1 and not self.zero)
+        return alone and self.pipeline == 1 and self.expert == 1 and self.zero != 1
 
     @property
     def sequence_cut(self) -> int:
@@ -119,7 +122,7 @@ def layout_of(parallel: ParallelRecipe | None) -> Layout:
     if parallel is None:
         return SINGLE
     ranks = max(1, parallel.data) * parallel.shard
-    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0, tensor=parallel.tensor)
+    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0, tensor=parallel.tensor, context=parallel.context)
 
 
 @lru_cache(maxsize=4096)
