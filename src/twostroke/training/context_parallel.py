@@ -10,7 +10,6 @@ replaced from outside, and only while a sequence is cut: scoring runs the decode
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,11 +25,8 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
 from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder
-from twostroke.training.ranks import Ranks, all_gather, buckets, exchanged
+from twostroke.training.ranks import SENT, Ranks, all_gather, buckets, exchanged
 from twostroke.training.tree_sums import tree_sum
-
-SENT: Counter[str] = Counter()
-"""Bytes that this process sent to other ranks of a sequence, of keys and values with their gradients, and of gradients."""
 
 
 def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
@@ -96,7 +92,7 @@ class Ring:
         received = torch.empty_like(sent)
         after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.n) for step in (1, -1))
         requests = [dist.isend(sent, after, group=self.group), dist.irecv(received, before, group=self.group)]
-        SENT["keys and values"] += sent.numel() * sent.element_size()
+        SENT["context"] += sent.numel() * sent.element_size()
         yield sent
         for request in requests:
             assert request is not None

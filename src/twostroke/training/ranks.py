@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,9 @@ TIMEOUT = timedelta(minutes=10)
 
 LONGEST_WORK = timedelta(days=1)
 """Longest wait for what the first rank does for all: preparing data, writing a model."""
+
+SENT: Counter[str] = Counter()
+"""Bytes that this process sent to ranks of its replica, by the kind of parallelism, and of whole gradients."""
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients that replicas exchange at once."""

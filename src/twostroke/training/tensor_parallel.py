@@ -24,7 +24,7 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.packing import IGNORE_INDEX
 from twostroke.model.decoder import Decoder, capped
-from twostroke.training.ranks import Ranks, all_gather
+from twostroke.training.ranks import SENT, Ranks, all_gather
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import rows_of
 
@@ -117,6 +117,7 @@ def _group(name: str) -> Any:
 def _gather(x: Tensor, group: str, n: int) -> Tensor:
     found = torch.empty(n * x.numel(), dtype=x.dtype, device=x.device)
     all_gather(found, x.contiguous().view(-1), group=_group(group))
+    SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
     return found.view(n, *x.shape).transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
 
 
@@ -131,6 +132,7 @@ def _scatter(x: Tensor, group: str, n: int) -> Tensor:
     sent = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=_group(group))
+    SENT["tensor"] += (n - 1) * received[0].numel() * received.element_size()
     return tree_sum(list(received)).to(x.dtype).clone()
 
 
@@ -143,6 +145,7 @@ def _(x: Tensor, group: str, n: int) -> Tensor:
 def _over_ranks(x: Tensor, group: str, n: int) -> Tensor:
     found = torch.empty(n * x.numel(), dtype=x.dtype, device=x.device)
     all_gather(found, x.contiguous().view(-1), group=_group(group))
+    SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
     return found.view(n, *x.shape)
 
 

@@ -78,7 +78,8 @@ def within_micro_batch(
     """Tensor, expert and pipeline traffic of a step: all of it on the critical path of each micro-batch.
 
     Tensor: 2 all-reduces of w·s·b·E a layer forward and 2 backward, or as many pairs of reduce-scatter and all-gather under
-    sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones.
+    sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones. One
+    more of each for the embedding and for the head, whose vocabulary is cut.
     Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E/t each way over each boundary, once per chunk of layers
     (Narayanan et al., arXiv 2104.04473, section 4.1 scatter and gather it over the tensor group).
     """
@@ -94,7 +95,9 @@ def within_micro_batch(
         link = group_link(layout, hardware, layout.tensor)
         once_s = network.ring_all_reduce_s(hidden, layout.tensor, link)
         sent = network.all_reduce_sent_bytes(hidden, layout.tensor)
-        found.append(_waited_for("tensor", what, layout.tensor, link, n_micro * passes * per_pass, hidden, sent, once_s))
+        ends = int(stage.first) + int(stage.last)
+        bursts = n_micro * (passes * per_pass + ends)
+        found.append(_waited_for("tensor", what, layout.tensor, link, bursts, hidden, sent, once_s))
     if layout.context > 1:
         found.append(_ring_attention(spec, shape, hardware, layout, share, passes))
     if layout.expert > 1 and spec.moe is not None:
