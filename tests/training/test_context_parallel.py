@@ -117,3 +117,34 @@ def test_a_run_on_several_ranks_is_close_to_one(
     loss, weight = furthest(several, alone)
     assert loss < limits[0], (loss, weight)
     assert weight < limits[1], (loss, weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "sentence"),
+    [
+        (
+            LLAMA,
+            {"sequence_length": 30},
+            "parallel.context=2 cuts sequences into 4 pieces, which train.sequence_length=30 is no",
+        ),
+        (LLAMA | {"dropout": 0.1}, {}, "the model has dropout, which parallel.context=2 cannot cut yet."),
+    ],
+)
+def test_what_ranks_cannot_share_is_one_sentence(
+    make_recipe: Any, runner: RankRunner, model: Any, settings: Any, sentence: str
+) -> None:
+    answers = runner.train(2, laid_out(make_recipe("run", model, **settings), "bad", context=2))
+    assert [(kind, is_told) for kind, _, is_told in answers] == [("ConfigError", False), ("ConfigError", True)]
+    assert sentence in answers[0][1]
+
+
+def test_another_layout_resumes_a_checkpoint(make_recipe: Any, runner: RankRunner) -> None:
+    """Ranks that share sequences are stopped, and ranks that share matrices go on."""
+    recipe = make_recipe("run", LLAMA, steps=6, grad_accumulation=2, dtype="fp32")
+    whole = laid_out(recipe, "whole")
+    train(whole)
+    begun = laid_out(recipe, "begun", context=2)
+    assert runner.train(2, begun, stop_after=3)[0][0] == "Interrupted"
+    again = dataclasses.replace(begun, parallel=ParallelRecipe(tensor=2))
+    assert [kind for kind, *_ in runner.train(2, again, resume=True)] == ["done"] * 2
+    assert furthest(begun, whole) < (1e-5, 1e-4)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from twostroke.core.errors import ConfigError
 
-PLANNED_ONLY = ("pipeline", "expert")
+PLANNED_ONLY = ("pipeline",)
 """Kinds of parallelism that `twostroke plan` knows and training does not run."""
 
-CUTS = ("shard", "tensor", "context")
+CUTS = ("shard", "expert", "context", "tensor")
 """How the ranks of a replica share its work, one of them at a time."""
 
 
@@ -18,11 +18,12 @@ class ParallelRecipe:
     """``data`` replicas of ``shard`` ranks each; ``data`` = 0 takes as many replicas as the ranks that are started make.
 
     ``zero`` says what the ``shard`` ranks of a replica share out: 2 masters, gradients and optimizer state, 3 the weights too,
-    which are then gathered again for each backward pass. Or the ranks of a replica compute each micro-batch together:
-    ``tensor`` of them share each matrix, ``context`` each sequence. A step's ``train.grad_accumulation`` micro-batches of
-    ``train.batch_size`` rows are shared out over all others, so the recipe describes the same step for any number of ranks; a
-    micro-batch is one pass. With ``exact`` all sums are added in one order whatever the layout. ``threads`` are those of a
-    rank on a CPU, on which the order of sums inside a product depends; 0 is the cores over the ranks of the machine.
+    which are then gathered again for each backward pass. ``expert`` ranks of a replica share each layer's experts, ``tensor``
+    ranks each matrix and ``context`` ranks each sequence; the latter two compute each micro-batch together. A step's
+    ``train.grad_accumulation`` micro-batches of ``train.batch_size`` rows are shared out over all other ranks, so the recipe
+    describes the same step for any number of ranks; a micro-batch is one pass. With ``exact`` all sums are added in one order
+    whatever the layout; sums inside a product that ranks share are not, and come close. ``threads`` are those of a rank on a
+    CPU, on which the order of sums inside a product depends; 0 is the cores over the ranks of the machine.
     """
 
     data: int = 0
@@ -36,7 +37,7 @@ class ParallelRecipe:
     context: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("tensor", 1), ("context", 1), ("threads", 0)):
+        for name, least in (("data", 0), ("shard", 1), ("tensor", 1), ("context", 1), ("expert", 1), ("threads", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"parallel.{name}={getattr(self, name)} must be at least {least}.")
         if self.zero not in (2, 3):
@@ -51,7 +52,7 @@ class ParallelRecipe:
             if getattr(self, name) != 1:
                 raise ConfigError(
                     f"parallel.{name}={getattr(self, name)} is planned by `twostroke plan train` and not trained yet. Leave it "
-                    "out, or use parallel.data, parallel.shard, parallel.tensor or parallel.context."
+                    "out, or use parallel.data, parallel.shard, parallel.tensor, parallel.context or parallel.expert."
                 )
 
     @property
@@ -62,7 +63,7 @@ class ParallelRecipe:
     @property
     def of_a_replica(self) -> int:
         """Ranks of one replica."""
-        return self.shard * self.tensor * self.context
+        return self.shard * self.expert * self.context * self.tensor
 
     def on(self, n_ranks: int, micro_batches: int) -> ParallelRecipe:
         """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if

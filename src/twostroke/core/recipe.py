@@ -201,7 +201,7 @@ class TrainRecipe:
         if self.parallel is None or self.parallel.of_a_replica == 1:
             return
         t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
-        whole = "sequence" if cut == "context" else "matrix"
+        whole = {"context": "sequence", "expert": "set of experts"}.get(cut, "matrix")
         remedy = f"Use parallel.{cut}=1, which keeps each {whole} on one rank."
         holds_pieces = {
             f'method="{self.method}" trains adapters': self.trains_adapters,
@@ -217,7 +217,7 @@ class TrainRecipe:
         }
         refused: dict[str, bool] = {}
         refused |= holds_pieces if cut != "context" else {}
-        refused |= cuts_sequences if cut != "shard" else {}
+        refused |= cuts_sequences if cut in ("context", "tensor") else {}
         refused |= cuts_matrices if cut == "tensor" else {}
         for what, asked in refused.items():
             if asked:

@@ -25,8 +25,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
 from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder
-from twostroke.training.ranks import SENT, Ranks, all_gather, buckets, exchanged
-from twostroke.training.tree_sums import tree_sum
+from twostroke.training.ranks import SENT, Ranks
 
 
 def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
@@ -225,18 +224,3 @@ def _attend_round(attention: Attention, ring: Ring, window: int | None) -> None:
         return plain(x, rope, None if ring.is_cut else mask)  # the mask is of a rank's tokens alone
 
     attention.attend, attention.mixed = attend, mixed  # type: ignore[method-assign]
-
-
-@torch.no_grad()
-def sum_over_context(gradients: list[Tensor], ranks: Ranks) -> None:
-    """Replace ``gradients``, each rank's of its part of the sequences, by their sums."""
-    group, n = ranks.mesh.get_group("context"), ranks.layout.context
-    for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        each = -(-flat.numel() // n)
-        mine = tree_sum(exchanged(torch.nn.functional.pad(flat, (0, each * n - flat.numel())), group)).to(flat.dtype)
-        whole = torch.empty(each * n, dtype=flat.dtype, device=flat.device)
-        all_gather(whole, mine.contiguous(), group=group)
-        SENT["gradients"] += 2 * (n - 1) * mine.numel() * mine.element_size()
-        for gradient, summed in zip(bucket, whole[: flat.numel()].split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))

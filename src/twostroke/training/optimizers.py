@@ -139,7 +139,7 @@ class Optimizers:
             gradient = masters.gradients[name]
             is_matrix = OPTIMIZERS[settings.optimizer].by_matrix and is_block_matrix(name, weight)
             rows = matrix_parts(name, masters.shapes[name][0], spec) if is_matrix else {}
-            if is_matrix and masters.is_sharded:
+            if is_matrix and isinstance(masters, DividedMasters) and masters.is_piece(name):
                 parts = [(f"{name}[{part}]", n) for part, n in rows.items()]
                 owned[name] = parts or [(name, masters.shapes[name][0])]
                 continue

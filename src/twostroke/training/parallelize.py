@@ -18,6 +18,7 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.training.context_parallel import check_context
+from twostroke.training.expert_parallel import check_expert
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
 from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut
@@ -93,6 +94,7 @@ def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -
     """Raise ConfigError if ``layout`` cannot cut what ``recipe`` trains."""
     check_tensor(recipe, spec, layout.tensor)
     check_context(recipe, spec, layout.context)
+    check_expert(spec, layout.expert)
 
 
 def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
-from twostroke.training.context_parallel import sum_over_context
 from twostroke.training.parallelize import drop_gathered, shard_decoder
 from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
-from twostroke.training.ranks import Part, Ranks
+from twostroke.training.ranks import Part, Ranks, sum_over
 from twostroke.training.tree_sums import TreeSum
 from twostroke.training.whole import RowsPart, Whole, rows_of
 
@@ -61,7 +60,7 @@ class SummedMasters(MasterWeights):
     def _complete_gradients(self) -> None:
         """Add up what the ranks of a replica computed of ``gradients`` apart."""
         if self.ranks.layout.context > 1:
-            sum_over_context(list(self.gradients.values()), self.ranks)
+            sum_over("context", list(self.gradients.values()), self.ranks)
 
     @property
     def _leaf_dtype(self) -> torch.dtype:
@@ -93,6 +92,10 @@ class DividedMasters(SummedMasters):
     @property
     def group(self) -> Any:
         raise NotImplementedError
+
+    def is_piece(self, name: str) -> bool:
+        """Whether ranks hold pieces of master ``name``; if not, each holds all of it."""
+        return True
 
     def part(self, name: str, local: Tensor) -> Tensor | Part:
         """The whole of which ``local`` is this rank's piece, of master ``name`` or of its state."""
@@ -229,8 +232,8 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
     computed, stored = COMPUTED_AND_STORED[dtype]
     if ranks.layout.shard > 1:
         return ShardedMasters(decoder, computed, ranks)
-    if ranks.layout.tensor > 1:
-        from twostroke.training.tensor_masters import TensorMasters  # which is made of what is in this file
+    if ranks.layout.tensor > 1 or ranks.layout.expert > 1:
+        from twostroke.training.cut_masters import ExpertMasters, TensorMasters  # which are made of what is in this file
 
-        return TensorMasters(decoder, computed, stored, ranks)
+        return (TensorMasters if ranks.layout.tensor > 1 else ExpertMasters)(decoder, computed, stored, ranks)
     return SummedMasters(decoder, computed, stored, ranks)

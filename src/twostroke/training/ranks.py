@@ -54,7 +54,7 @@ class Part(Protocol):
 
 class Ranks:
     """One process of ``n``. ``layout`` is set by ``lay_out``: the ranks of a replica are neighbours, and
-    r // (shard·context·tensor) is the number of the replica."""
+    r // (shard·expert·context·tensor) is the number of the replica."""
 
     def __init__(self, rank: int = 0, n: int = 1, control: Any = None) -> None:
         self.rank, self.n = rank, n
@@ -83,7 +83,12 @@ class Ranks:
     @property
     def shard(self) -> int:
         """The number of this rank among those that share out rows."""
-        return self.place // (self.layout.context * self.layout.tensor)
+        return self.place // (self.layout.expert * self.layout.context * self.layout.tensor)
+
+    @property
+    def expert(self) -> int:
+        """The number of this rank among those that share each layer's experts."""
+        return self.place // (self.layout.context * self.layout.tensor) % self.layout.expert
 
     @property
     def context(self) -> int:
@@ -114,8 +119,8 @@ class Ranks:
         if self.n > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            names = ("replica", "shard", "context", "tensor")
-            sizes = (layout.data, layout.shard, layout.context, layout.tensor)
+            names = ("replica", "shard", "expert", "context", "tensor")
+            sizes = (layout.data, layout.shard, layout.expert, layout.context, layout.tensor)
             self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
     def micro_batches(self, n: int) -> list[int]:
@@ -125,7 +130,8 @@ class Ranks:
         whose gradients are reduced after each pass, take neighbours.
         """
         each = n // self.layout.data
-        return list(range(self.replica * each + self.shard, (self.replica + 1) * each, self.layout.shard))
+        number, apart = self.shard * self.layout.expert + self.expert, self.layout.shard * self.layout.expert
+        return list(range(self.replica * each + number, (self.replica + 1) * each, apart))
 
     @property
     def sums(self) -> str:
@@ -133,7 +139,7 @@ class Ranks:
         if self.is_alone:
             return "one after another"
         order = "in a tree" if self.layout.exact else f"by {self.n} ranks"
-        cut = self.layout.tensor * self.layout.context
+        cut = self.layout.tensor * self.layout.context * self.layout.expert
         return order if cut == 1 else f"{order}, of products on {cut} ranks"
 
     @property
@@ -295,6 +301,22 @@ def exchanged(sent: Tensor, group: Any) -> list[Tensor]:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return list(received.view(n, -1))
+
+
+@torch.no_grad()
+def sum_over(kind: str, gradients: list[Tensor], ranks: Ranks) -> None:
+    """Replace ``gradients``, each rank's part of them, by their sums over the ranks of ``kind``, in one order."""
+    group = ranks.mesh.get_group(kind)
+    n = dist.get_world_size(group)
+    for bucket in buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        each = -(-flat.numel() // n)
+        mine = tree_sum(exchanged(torch.nn.functional.pad(flat, (0, each * n - flat.numel())), group)).to(flat.dtype)
+        whole = torch.empty(each * n, dtype=flat.dtype, device=flat.device)
+        all_gather(whole, mine.contiguous(), group=group)
+        SENT["gradients"] += 2 * (n - 1) * mine.numel() * mine.element_size()
+        for gradient, summed in zip(bucket, whole[: flat.numel()].split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -8,7 +8,6 @@ branch gathers the sequence before it and scatters its ranks' sums after it. The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,42 +25,9 @@ from twostroke.data.packing import IGNORE_INDEX
 from twostroke.model.decoder import Decoder, capped
 from twostroke.training.ranks import SENT, Ranks, all_gather
 from twostroke.training.tree_sums import tree_sum
-from twostroke.training.whole import rows_of
+from twostroke.training.whole import Cut, rows_of
 
 # -- what each rank holds ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A tensor of ``shape`` of which ranks hold pieces along ``dim``: a piece of each of the matrices packed there, whose
-    lengths are ``parts``."""
-
-    shape: tuple[int, ...]
-    dim: int
-    parts: tuple[int, ...]
-
-    def spans(self, rank: int, n: int) -> list[tuple[int, int]]:
-        """(first, end) of the piece of each part that ``rank`` of ``n`` holds, counted in the part."""
-        return [rows_of(length, rank, n) for length in self.parts]
-
-    def piece_shape(self, rank: int, n: int) -> tuple[int, ...]:
-        length = sum(end - first for first, end in self.spans(rank, n))
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
-
-    def piece(self, whole: Tensor, rank: int, n: int) -> Tensor:
-        """A copy of what ``rank`` of ``n`` holds of ``whole``."""
-        parts = whole.split(list(self.parts), self.dim)
-        spans = self.spans(rank, n)
-        pieces = [part.narrow(self.dim, first, end - first) for part, (first, end) in zip(parts, spans, strict=True)]
-        return torch.cat(pieces, self.dim).contiguous()
-
-    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole of the ``pieces`` of all ranks, in their order."""
-        n = len(pieces)
-        by_rank = [
-            piece.split([end - first for first, end in self.spans(rank, n)], self.dim) for rank, piece in enumerate(pieces)
-        ]
-        return torch.cat([by_rank[rank][part] for part in range(len(self.parts)) for rank in range(n)], self.dim)
 
 
 def cuts(spec: ModelSpec) -> dict[str, Cut]:

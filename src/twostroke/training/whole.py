@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,65 @@ class RowsPart:
             elif end > first:
                 dist.recv(whole[first:end], shard)
         return whole
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of ``shape`` of which ranks hold pieces along ``dim``: a piece of each of the matrices packed there, whose
+    lengths are ``parts``."""
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[int, ...]
+
+    def spans(self, rank: int, n: int) -> list[tuple[int, int]]:
+        """(first, end) of the piece of each part that ``rank`` of ``n`` holds, counted in the part."""
+        return [rows_of(length, rank, n) for length in self.parts]
+
+    def piece_shape(self, rank: int, n: int) -> tuple[int, ...]:
+        length = sum(end - first for first, end in self.spans(rank, n))
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def piece(self, whole: Tensor, rank: int, n: int) -> Tensor:
+        """A copy of what ``rank`` of ``n`` holds of ``whole``."""
+        parts = whole.split(list(self.parts), self.dim)
+        spans = self.spans(rank, n)
+        pieces = [part.narrow(self.dim, first, end - first) for part, (first, end) in zip(parts, spans, strict=True)]
+        return torch.cat(pieces, self.dim).contiguous()
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole of the ``pieces`` of all ranks, in their order."""
+        n = len(pieces)
+        by_rank = [
+            piece.split([end - first for first, end in self.spans(rank, n)], self.dim) for rank, piece in enumerate(pieces)
+        ]
+        return torch.cat([by_rank[rank][part] for part in range(len(self.parts)) for rank in range(n)], self.dim)
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """The piece ``local`` of a tensor that ranks of a replica hold by ``cut``."""
+
+    local: Tensor
+    cut: Cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.cut.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    def gather(self, ranks: Ranks) -> Tensor | None:
+        if not ranks.is_first:
+            dist.send(self.local.contiguous(), 0)
+            return None
+        n, pieces = ranks.layout.of_a_replica, [self.local]
+        for rank in range(1, n):
+            pieces.append(torch.empty(self.cut.piece_shape(rank, n), dtype=self.dtype, device=self.local.device))
+            dist.recv(pieces[-1], rank)
+        return self.cut.joined(pieces)
 
 
 @dataclass(frozen=True)

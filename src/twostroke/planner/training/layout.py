@@ -75,11 +75,11 @@ class Layout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor or context parallel in
+        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor, context or expert parallel in
         them."""
-        shared = [n for n in (self.tensor, self.context) if n > 1]
+        shared = [n for n in (self.tensor, self.context, self.expert) if n > 1]
         alone = not shared or (len(shared) == 1 and not self.zero)
-        return alone and self.pipeline == 1 and self.expert == 1 and self.zero != 1
+        return alone and self.pipeline == 1 and self.zero != 1
 
     @property
     def sequence_cut(self) -> int:
@@ -121,8 +121,14 @@ def layout_of(parallel: ParallelRecipe | None) -> Layout:
     """
     if parallel is None:
         return SINGLE
-    ranks = max(1, parallel.data) * parallel.shard
-    return Layout(data=ranks, zero=parallel.zero if parallel.shard > 1 else 0, tensor=parallel.tensor, context=parallel.context)
+    ranks = max(1, parallel.data) * parallel.shard * parallel.expert
+    return Layout(
+        data=ranks,
+        zero=parallel.zero if parallel.shard > 1 else 0,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        expert=parallel.expert,
+    )
 
 
 @lru_cache(maxsize=4096)

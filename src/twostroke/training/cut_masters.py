@@ -1,0 +1,98 @@
+"""Master weights where the ranks of a replica hold pieces of some matrices, and all of them the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twostroke.model.decoder import Decoder
+from twostroke.training.expert_parallel import expert_cuts, share_experts
+from twostroke.training.ranked_masters import DividedMasters, row_norms
+from twostroke.training.ranks import Part, Ranks, all_gather, sum_over
+from twostroke.training.tensor_parallel import cut_decoder, cuts
+from twostroke.training.tree_sums import tree_sum
+from twostroke.training.whole import Cut, CutPart
+
+
+class CutMasters(DividedMasters):
+    """Masters of the pieces that a rank holds by ``cut``, and of what all ranks of its replica hold whole.
+
+    Each rank has a part of a whole one's gradient. These are added up in one order, so that their updates are the same on all.
+    """
+
+    def __init__(
+        self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks, cut: Mapping[str, Cut], kind: str
+    ) -> None:
+        self._cuts, self._kind = cut, kind
+        super().__init__(decoder, dtype, stored, ranks)
+
+    @property
+    def group(self) -> Any:
+        return self.ranks.mesh.get_group(self._kind)
+
+    @property
+    def _n(self) -> int:
+        return self.ranks.layout.of_a_replica
+
+    def _norms(self) -> Tensor:
+        """√Σ‖row‖² of each gradient, of what all ranks hold of it."""
+        squares = torch.stack(
+            [
+                row_norms(gradient).double().square().sum() * float(name in self._cuts or self.ranks.place == 0)
+                for name, gradient in self.gradients.items()
+            ]
+        )
+        return self._over_ranks(squares).sum(dim=0).sqrt().float()
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        """(n, …): ``own`` of each rank of the replica."""
+        found = own.new_empty(self._n * own.numel())
+        all_gather(found, own, group=self.group)
+        return found.view(self._n, *own.shape)
+
+    def is_piece(self, name: str) -> bool:
+        return name in self._cuts
+
+    def part(self, name: str, local: Tensor) -> Tensor | Part:
+        return CutPart(local, self._cuts[name]) if name in self._cuts else local
+
+    def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
+        if name not in self._cuts:
+            return whole
+        return self._cuts[name].piece(whole, self.ranks.place if rank is None else rank, self._n)
+
+    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        return self._cuts[name].joined(pieces)
+
+    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        return self._cuts[name].piece_shape(rank, self._n)
+
+
+class TensorMasters(CutMasters):
+    """Those of tensor parallel. What is whole is multiplied with a part of the sequence or of the heads on each rank."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        cut_decoder(decoder, ranks)
+        super().__init__(decoder, dtype, stored, ranks, cuts(decoder.spec), "tensor")
+
+    def _complete_gradients(self) -> None:
+        partial = [gradient for name, gradient in self.gradients.items() if name not in self._cuts]
+        summed = tree_sum(list(self._over_ranks(torch.cat([gradient.reshape(-1) for gradient in partial]))))
+        for gradient, part in zip(partial, summed.split([g.numel() for g in partial]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class ExpertMasters(CutMasters):
+    """Those of expert parallel. An expert's rows of all ranks were where it is; the rest had a rank's own micro-batches."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        share_experts(decoder, ranks)
+        super().__init__(decoder, dtype, stored, ranks, expert_cuts(decoder.spec), "expert")
+
+    def _complete_gradients(self) -> None:
+        sum_over("expert", [gradient for name, gradient in self.gradients.items() if name not in self._cuts], self.ranks)

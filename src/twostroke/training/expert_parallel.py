@@ -1,0 +1,109 @@
+"""Expert parallel: the ranks of a replica share each layer's experts, and rows travel to the experts they chose and back.
+
+Each rank computes micro-batches of its own (GShard, Lepikhin et al. 2020, arXiv:2006.16668). A router's rows are sorted by
+expert, so those of one rank's experts are neighbours: one exchange takes them there, one back, and as many in the backward
+pass. No row is dropped, and none is padded. What is not an expert is whole on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.matrices import Matrix, block
+from twostroke.core.parallel_recipe import divisors
+from twostroke.core.spec import ModelSpec
+from twostroke.kernels.grouped import rows_in_order, sorted_rows
+from twostroke.model.decoder import Decoder
+from twostroke.model.experts import ExpertsMlp
+from twostroke.training.ranks import SENT, Ranks
+from twostroke.training.whole import Cut
+
+
+def check_expert(spec: ModelSpec, n: int) -> None:
+    """Raise ConfigError if ``n`` ranks cannot share the experts of ``spec``."""
+    if n == 1:
+        return
+    if spec.moe is None:
+        raise ConfigError(f"parallel.expert={n} shares out experts, and the model has none. Use parallel.data or shard.")
+    if spec.moe.n_experts % n:
+        raise ConfigError(
+            f"parallel.expert={n} must divide the model's {spec.moe.n_experts} experts. Use {divisors(spec.moe.n_experts)}."
+        )
+
+
+def expert_cuts(spec: ModelSpec) -> dict[str, Cut]:
+    """The decoder's parameters of which a rank holds its experts' rows, by name."""
+    found = {}
+    for layer in range(spec.n_layers):
+        for stored in block(spec, layer):
+            if isinstance(stored, Matrix) and stored.split == "expert":
+                name = f"blocks.{layer}.{stored.module}"
+                found[f"{name}.weight"] = Cut((stored.rows, stored.k), 0, (stored.rows,))
+                if stored.bias:
+                    found[f"{name}.bias"] = Cut((stored.rows,), 0, (stored.rows,))
+    return found
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """Rows ``sent`` to each rank of ``group``, one after another; those that came, of which ``received`` are from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.counts = sent, received
+        ctx.group = group
+        found = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+        kept = sent[dist.get_rank(group)]
+        SENT["expert"] += (len(rows) - kept) * rows.shape[1] * rows.element_size()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received = ctx.counts
+        return _ExchangeRows.apply(upstream[0], received, sent, ctx.group), None, None, None
+
+
+def share_experts(decoder: Decoder, ranks: Ranks) -> None:
+    """Keep this rank's experts of ``decoder``, and let rows travel to them."""
+    n, rank = ranks.layout.expert, ranks.expert
+    parameters = dict(decoder.named_parameters())
+    for name, cut in expert_cuts(decoder.spec).items():
+        parameters[name].data = cut.piece(parameters[name].data, rank, n)
+    for module in decoder.modules():
+        if isinstance(module, ExpertsMlp):
+            module.expert_gate_up.copies //= n
+            module.expert_down.copies //= n
+            _exchange_rows(module, ranks.mesh.get_group("expert"), n)
+
+
+def _exchange_rows(mlp: ExpertsMlp, group: Any, n: int) -> None:
+    n_own = mlp.moe.n_experts // n
+
+    @torch.compiler.disable
+    def routed(x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        inverse = order.argsort()
+        counts = torch.bincount(flat, minlength=n * n_own).view(n, n_own)
+        arriving = torch.empty_like(counts)  # (rank, own expert)
+        dist.all_to_all_single(arriving, counts, group=group)
+        sent, received = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
+        rows = _ExchangeRows.apply(sorted_rows(x, order, inverse, mlp.moe.top_k), sent, received, group)
+        # Each rank's rows are sorted by expert; here all ranks' are.
+        own = torch.arange(n_own, device=x.device).repeat(n).repeat_interleave(arriving.flatten())
+        here = own.argsort(stable=True)
+        back = here.argsort()
+        expert = own[here]
+        ends = torch.searchsorted(expert, torch.arange(1, n_own + 1, device=x.device))
+        gate, up = mlp.expert_gate_up(sorted_rows(rows, here, back, 1), ends, expert).chunk(2, dim=-1)
+        y = rows_in_order(mlp.expert_down(mlp.activation(gate, up), ends, expert), here, back)
+        returned = _ExchangeRows.apply(y, received, sent, group)
+        in_order = rows_in_order(returned, order, inverse).view(*shares.shape, -1)
+        return (in_order * shares[..., None]).sum(dim=1)
+
+    mlp._routed = routed  # type: ignore[method-assign]
