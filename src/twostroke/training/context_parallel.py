@@ -69,7 +69,7 @@ class Ring:
     def begin(self, batch: Batch) -> Batch:
         """This rank's pieces of ``batch``, which attention reads as such until ``end``. ``n_valid`` stays that of the whole."""
         self.documents = batch.documents
-        cut = {
+        cut: dict[str, Any] = {
             name: torch.cat([getattr(batch, name)[:, piece] for piece in self._pieces(batch.tokens.shape[1])], dim=1)
             for name in ("tokens", "targets", "positions", "documents")
         }

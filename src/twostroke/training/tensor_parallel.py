@@ -76,7 +76,7 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
 
 
 def _group(name: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 @torch.library.custom_op("twostroke::gather_sequence", mutates_args=())
