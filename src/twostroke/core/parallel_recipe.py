@@ -6,10 +6,7 @@ from dataclasses import dataclass, replace
 
 from twostroke.core.errors import ConfigError
 
-PLANNED_ONLY = ("pipeline",)
-"""Kinds of parallelism that `twostroke plan` knows and training does not run."""
-
-CUTS = ("shard", "expert", "context", "tensor")
+CUTS = ("shard", "expert", "pipeline", "context", "tensor")
 """How the ranks of a replica share its work, one of them at a time."""
 
 
@@ -19,7 +16,8 @@ class ParallelRecipe:
 
     ``zero`` says what the ``shard`` ranks of a replica share out: 2 masters, gradients and optimizer state, 3 the weights too,
     which are then gathered again for each backward pass. ``expert`` ranks of a replica share each layer's experts, ``tensor``
-    ranks each matrix and ``context`` ranks each sequence; the latter two compute each micro-batch together. A step's
+    ranks each matrix, ``context`` ranks each sequence, and each of ``pipeline`` ranks has a run of the layers; the latter three
+    compute each micro-batch together. A step's
     ``train.grad_accumulation`` micro-batches of ``train.batch_size`` rows are shared out over all other ranks, so the recipe
     describes the same step for any number of ranks; a micro-batch is one pass. With ``exact`` all sums are added in one order
     whatever the layout; sums inside a product that ranks share are not, and come close. ``threads`` are those of a rank on a
@@ -37,7 +35,7 @@ class ParallelRecipe:
     context: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("tensor", 1), ("context", 1), ("expert", 1), ("threads", 0)):
+        for name, least in (("data", 0), ("threads", 0), *((cut, 1) for cut in CUTS)):
             if getattr(self, name) < least:
                 raise ConfigError(f"parallel.{name}={getattr(self, name)} must be at least {least}.")
         if self.zero not in (2, 3):
@@ -48,12 +46,6 @@ class ParallelRecipe:
         above = [f"parallel.{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1]
         if len(above) > 1:
             raise ConfigError(f"{' and '.join(above)} are not trained together yet. Use parallel.data beside one of them.")
-        for name in PLANNED_ONLY:
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"parallel.{name}={getattr(self, name)} is planned by `twostroke plan train` and not trained yet. Leave it "
-                    "out, or use parallel.data, parallel.shard, parallel.tensor, parallel.context or parallel.expert."
-                )
 
     @property
     def ranks(self) -> int:
@@ -63,7 +55,12 @@ class ParallelRecipe:
     @property
     def of_a_replica(self) -> int:
         """Ranks of one replica."""
-        return self.shard * self.expert * self.context * self.tensor
+        return self.shard * self.expert * self.pipeline * self.context * self.tensor
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute each micro-batch together."""
+        return self.pipeline * self.context * self.tensor
 
     def on(self, n_ranks: int, micro_batches: int) -> ParallelRecipe:
         """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if
@@ -78,7 +75,7 @@ class ParallelRecipe:
                 f"parallel.data={self.data} · parallel.{self._shared} are {self.ranks} ranks, and {n_ranks} were started. "
                 f"Use --ranks {self.ranks}, or leave parallel.data out."
             )
-        n_readers = n_ranks // (self.tensor * self.context)
+        n_readers = n_ranks // self.together
         if micro_batches % n_readers:
             what = "ranks" if n_readers == n_ranks else f"groups of parallel.{self._shared} ranks"
             raise ConfigError(

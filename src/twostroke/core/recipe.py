@@ -201,7 +201,7 @@ class TrainRecipe:
         if self.parallel is None or self.parallel.of_a_replica == 1:
             return
         t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
-        whole = {"context": "sequence", "expert": "set of experts"}.get(cut, "matrix")
+        whole = {"context": "sequence", "expert": "set of experts", "pipeline": "model"}.get(cut, "matrix")
         remedy = f"Use parallel.{cut}=1, which keeps each {whole} on one rank."
         holds_pieces = {
             f'method="{self.method}" trains adapters': self.trains_adapters,
@@ -211,14 +211,14 @@ class TrainRecipe:
             f"train.sample_every={t.sample_every} writes texts": t.sample_every > 0,
         }
         cuts_sequences = {f"train.layer_dropout={t.layer_dropout:g} leaves out rows": t.layer_dropout > 0}
-        cuts_matrices = {
+        needs_all_layers = {
             f"train.evaluate_every={t.evaluate_every} scores texts of any length": t.evaluate_every > 0,
             f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0,
         }
         refused: dict[str, bool] = {}
         refused |= holds_pieces if cut != "context" else {}
-        refused |= cuts_sequences if cut in ("context", "tensor") else {}
-        refused |= cuts_matrices if cut == "tensor" else {}
+        refused |= cuts_sequences if cut in ("context", "tensor", "pipeline") else {}
+        refused |= needs_all_layers if cut in ("tensor", "pipeline") else {}
         for what, asked in refused.items():
             if asked:
                 raise ConfigError(

@@ -187,9 +187,14 @@ class Decoder(nn.Module):
 
         Raises InputError if learned positions end before T.
         """
-        n_tokens, spec = tokens.shape[1], self.spec
         if positions is None:
-            positions = torch.arange(n_tokens, device=tokens.device)[None]
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        residual = self.through(self.entered(tokens, positions), positions, documents, range(self.spec.n_layers))
+        return self.read_out(residual)
+
+    def entered(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B T E"]:
+        """The residual stream before the blocks. Raises what ``hidden`` raises."""
+        n_tokens = tokens.shape[1]
         residual = self.embedded(tokens)
         if self.position_embed is not None:
             if n_tokens > self.spec.max_positions:
@@ -199,7 +204,18 @@ class Decoder(nn.Module):
                     "Shorten it."
                 )
             residual = residual + self.position_embed(positions)
-            residual = dropout(residual, spec.dropout, self.training)
+            residual = dropout(residual, self.spec.dropout, self.training)
+        return residual
+
+    def through(
+        self,
+        residual: Float[Tensor, "B T E"],
+        positions: Int[Tensor, "#B T"],
+        documents: Int[Tensor, "B T"] | None,
+        layers: range,
+    ) -> Float[Tensor, "B T E"]:
+        """The residual stream after the blocks of ``layers``, which follow those that made it."""
+        (n_rows, n_tokens), spec = residual.shape[:2], self.spec
         ropes = tables_by_layer(spec, positions)
         # Layers with the same window share one mask, which is built once a forward pass.
         windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
@@ -207,14 +223,14 @@ class Decoder(nn.Module):
         masks: dict[int | None, Tensor | None]
         device = residual.device
         if attends_natively(device, dtype, spec, self.training):
-            masks = {w: first_visible(n_tokens, w, documents, tokens.shape[0], device) for w in set(windows)}
+            masks = {w: first_visible(n_tokens, w, documents, n_rows, device) for w in set(windows)}
         else:
             explicit = must_be_explicit(spec, device, dtype, n_tokens, self.training)
             masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
-        for i, (block, rope, window) in enumerate(zip(self.blocks, ropes, windows, strict=True)):
-            after = block(residual, rope, masks[window])
+        for i in layers:
+            after = self.blocks[i](residual, ropes[i], masks[windows[i]])
             residual = after if self.after_block is None else self.after_block(i, residual, after)
-        return self.read_out(residual)
+        return residual
 
     def embedded(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
         """The residual stream before positions and blocks."""

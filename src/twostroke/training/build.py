@@ -22,8 +22,10 @@ from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import chunk_of, pick_device
+from twostroke.training.pipelined_step import PipelinedStep
 from twostroke.training.ranked_masters import masters_of
 from twostroke.training.ranked_step import RankedStep
+from twostroke.training.ranks import Ranks
 from twostroke.training.reader import CheckpointReader
 from twostroke.training.retention import Retention
 from twostroke.training.run import RunInputs, RunState
@@ -74,7 +76,7 @@ def build(inputs: RunInputs) -> RunState:
         SpikeWatch(settings.spike_factor),
         AnomalyLog(inputs.directory.anomalies, log),
         saver,
-        (TrainStep if ranks.is_alone else partial(RankedStep, ranks))(
+        step_kind(ranks)(
             decoder,
             masters,
             optimizers,
@@ -96,6 +98,13 @@ def build(inputs: RunInputs) -> RunState:
     if ranks.is_first:
         run.step_log.restart(run.step)
     return run
+
+
+def step_kind(ranks: Ranks) -> Callable[..., TrainStep]:
+    """The step of a run on ``ranks``."""
+    if ranks.is_alone:
+        return TrainStep
+    return partial(RankedStep if ranks.layout.pipeline == 1 else PipelinedStep, ranks)
 
 
 def read_on_all(run: RunState, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:

@@ -180,6 +180,8 @@ class Optimizers:
                 self._rounded.append(RoundedUpdates(optimizer, make(settings, [matrix]), whole, self._noise))
         self.loss_scale = DynamicLossScale() if masters.dtype == torch.float16 else None
         self.average = WeightAverage(masters.weights, settings.ema_decay) if settings.ema_decay else None
+        self._masters, self._has_begun = masters, False
+        masters.saw_state(self.state())
 
     @torch.no_grad()
     def step(self, learning_rate_factor: float) -> None:
@@ -194,6 +196,9 @@ class Optimizers:
             updates.step()
         if self.average is not None:
             self.average.update()
+        if not self._has_begun:
+            self._has_begun = True
+            self._masters.saw_state(self.state())
 
     def _state_of(self, tensor: Tensor) -> dict[str, Tensor]:
         found: dict[str, Any] = next((o.state[tensor] for o in self._of_torch if tensor in o.state), {})
@@ -260,6 +265,7 @@ class Optimizers:
                 optimizer_of[id(part.tensor)].state[part.tensor] = {
                     name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
                 }
+        self._masters.saw_state(self.state())
 
     @property
     def _keeps_state(self) -> bool:

@@ -21,6 +21,7 @@ from twostroke.training.context_parallel import check_context
 from twostroke.training.expert_parallel import check_expert
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
+from twostroke.training.stages import check_pipeline
 from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut
 from twostroke.training.tree_sums import tree_sum
 
@@ -95,6 +96,7 @@ def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -
     check_tensor(recipe, spec, layout.tensor)
     check_context(recipe, spec, layout.context)
     check_expert(spec, layout.expert)
+    check_pipeline(spec, layout.pipeline)
 
 
 def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:

@@ -118,6 +118,9 @@ class MasterWeights:
         """The whole ``averages`` of the masters by name, and ``extra``."""
         return dict(averages) | dict(extra)
 
+    def saw_state(self, state: Mapping[str, Any]) -> None:
+        """The optimizer has made or read its ``state``, on all ranks."""
+
     def own_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What this process keeps of a checkpoint's ``state``, which is what ``whole_state`` returned."""
         return state

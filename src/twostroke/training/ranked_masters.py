@@ -232,6 +232,10 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
     computed, stored = COMPUTED_AND_STORED[dtype]
     if ranks.layout.shard > 1:
         return ShardedMasters(decoder, computed, ranks)
+    if ranks.layout.pipeline > 1:
+        from twostroke.training.pipeline_masters import PipelineMasters  # as below
+
+        return PipelineMasters(decoder, computed, stored, ranks)
     if ranks.layout.tensor > 1 or ranks.layout.expert > 1:
         from twostroke.training.cut_masters import ExpertMasters, TensorMasters  # which are made of what is in this file
 

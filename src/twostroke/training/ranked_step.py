@@ -45,17 +45,9 @@ class RankedStep(TrainStep):
             self.experts.begin_window()
         seed = int(torch.randint(2**62, ()))  # the same on all ranks, whose generators are in one state between steps
         state = torch.get_rng_state()
-        losses: list[Tensor] = []
-        for number, batch in zip(self.ranks.micro_batches(len(batches) * self.ranks.n_readers), batches, strict=True):
-            if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
-                raise WindowAbandoned
-            torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
-            own = batch if self.ring is None else self.ring.begin(batch)
-            losses.append(self._forward_backward_guarded(own, share * loss_scale, clock))
-            if self.ring is not None:
-                self.ring.end()
-            self.masters.accumulate()
-            clock.lap("optimizer")
+        numbers = self.ranks.micro_batches(len(batches) * self.ranks.n_readers)
+        seeds = [(seed + number * SEED_STRIDE) % 2**63 for number in numbers]
+        losses = self._passes(batches, seeds, share * loss_scale, clock, abandon)
         torch.manual_seed(seed)  # a GPU's generator too
         torch.set_rng_state(state)
         norms = self.masters.finish_window()
@@ -67,3 +59,20 @@ class RankedStep(TrainStep):
         total = math.fsum(flat) if all(map(math.isfinite, flat)) else sum(flat)
         clock.lap("optimizer")
         return total * share, norms / loss_scale
+
+    def _passes(
+        self, batches: Sequence[Batch], seeds: Sequence[int], scale: float, clock: StepClock, abandon: Callable[[], bool]
+    ) -> list[Tensor]:
+        """The loss of each of ``batches``, whose gradients, times ``scale``, go into the masters in their order."""
+        losses: list[Tensor] = []
+        for seed, batch in zip(seeds, batches, strict=True):
+            if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
+                raise WindowAbandoned
+            torch.manual_seed(seed)
+            own = batch if self.ring is None else self.ring.begin(batch)
+            losses.append(self._forward_backward_guarded(own, scale, clock))
+            if self.ring is not None:
+                self.ring.end()
+            self.masters.accumulate()
+            clock.lap("optimizer")
+        return losses

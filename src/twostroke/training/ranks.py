@@ -83,12 +83,17 @@ class Ranks:
     @property
     def shard(self) -> int:
         """The number of this rank among those that share out rows."""
-        return self.place // (self.layout.expert * self.layout.context * self.layout.tensor)
+        return self.place // (self.layout.expert * self.layout.together)
 
     @property
     def expert(self) -> int:
         """The number of this rank among those that share each layer's experts."""
-        return self.place // (self.layout.context * self.layout.tensor) % self.layout.expert
+        return self.place // self.layout.together % self.layout.expert
+
+    @property
+    def pipeline(self) -> int:
+        """The number of this rank's stage."""
+        return self.place // (self.layout.context * self.layout.tensor) % self.layout.pipeline
 
     @property
     def context(self) -> int:
@@ -103,15 +108,15 @@ class Ranks:
     @property
     def n_readers(self) -> int:
         """Ranks that compute different micro-batches."""
-        return self.n // (self.layout.context * self.layout.tensor)
+        return self.n // self.layout.together
 
     def of_readers(self, by_rank: list[T]) -> list[T]:
         """Of what each rank found, that of one rank of each micro-batch."""
-        return by_rank[:: self.layout.context * self.layout.tensor]
+        return by_rank[:: self.layout.together]
 
     def of_tokens(self, by_rank: list[T]) -> list[T]:
-        """Of what each rank found, that of one rank of each token."""
-        return by_rank[:: self.layout.tensor]
+        """Of what each rank found, that of one rank of each token: of pipelines, of the last stage."""
+        return by_rank[self.layout.pipeline - 1 :: self.layout.pipeline * self.layout.tensor]
 
     def lay_out(self, layout: ParallelRecipe, device: torch.device) -> None:
         """Use ``layout``, which ``ParallelRecipe.on`` has filled in."""
@@ -119,8 +124,8 @@ class Ranks:
         if self.n > 1:
             from torch.distributed.device_mesh import init_device_mesh
 
-            names = ("replica", "shard", "expert", "context", "tensor")
-            sizes = (layout.data, layout.shard, layout.expert, layout.context, layout.tensor)
+            names = ("replica", "shard", "expert", "pipeline", "context", "tensor")
+            sizes = (layout.data, layout.shard, layout.expert, layout.pipeline, layout.context, layout.tensor)
             self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
     def micro_batches(self, n: int) -> list[int]:

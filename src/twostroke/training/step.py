@@ -127,7 +127,7 @@ class TrainStep:
             self._log(f"fp16 gradients overflowed. The step is computed again at a loss scale of {scaler.scale:,.0f}.")
             loss, norms = self._window(batches, n_valid, clock, abandon)
         norm = torch.linalg.vector_norm(norms).item()
-        by_part = norms_by_part(list(self.masters.gradients), norms.tolist())
+        by_part = norms_by_part(list(self.masters.shapes), norms.tolist())
         refused: str | None
         if not math.isfinite(loss) or not math.isfinite(norm):
             refused = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
@@ -227,9 +227,12 @@ class TrainStep:
         batch = batch.to(self.device, non_blocking=True)
         hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
+        return self._loss_of(hidden, batch.targets.flatten(), lap)
+
+    def _loss_of(self, hidden: Tensor, targets: Tensor, lap: Callable[[str], None]) -> tuple[Tensor, Tensor]:
+        """``_loss`` of what the last layer made, (B·T, E)."""
         # In chunks, because the logits of all tokens are the largest tensor of a step (4 GiB for 16 × 512 at V = 128k).
         rows, head, cap = loss_chunk_rows(hidden.shape[0]), self.decoder.head_weight, self.decoder.logit_cap
-        targets = batch.targets.flatten()
         if self.early_exit is None:
             loss = chunked_cross_entropy(hidden, head, targets, rows, self._chunk, lap, cap)
             return loss, loss

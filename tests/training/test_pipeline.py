@@ -1,0 +1,89 @@
+"""Pipeline parallel: the bits of one rank, checkpoints that any layout resumes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import RankRunner
+from test_ranks import end_of, laid_out
+
+from twostroke.core.errors import ConfigError
+from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.training.stages import layers_of, stage_of
+from twostroke.training.start import train
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
+    return RankRunner(tmp_path_factory.mktemp("ledger"))
+
+
+LLAMA = {"family": "llama", "n_layers": 5, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16, "dropout": 0.1}
+TIED = LLAMA | {"n_layers": 4, "tied_embeddings": True}
+GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "layouts"),
+    [
+        (LLAMA, {"dtype": "fp32", "clip_norm": 0.1}, [(2, {"pipeline": 2}), (4, {"pipeline": 4})]),
+        (TIED, {"dtype": "bf16", "ema_decay": 0.9, "activation_checkpointing": "full"}, [(4, {"pipeline": 4})]),
+        (TIED, {"dtype": "bf16", "optimizer": "muon"}, [(4, {"pipeline": 2, "data": 2})]),
+        (GPT2, {"dtype": "fp16", "optimizer": "sgd", "momentum": 0.0}, [(2, {"pipeline": 2})]),
+    ],
+    ids=["llama", "tied", "muon-data", "gpt2"],
+)
+def test_stages_come_to_the_bits_of_one_rank(
+    make_recipe: Any, runner: RankRunner, model: dict[str, Any], settings: dict[str, Any], layouts: list[tuple[int, Any]]
+) -> None:
+    recipe = make_recipe("run", model, steps=4, grad_accumulation=8, batch_size=1, **settings)
+    torch.set_num_threads(1)
+    alone = laid_out(recipe, "alone")
+    train(alone)
+    wanted = end_of(alone)
+    for n, parallel in layouts:
+        several = laid_out(recipe, f"{n}-{parallel}", **parallel)
+        answers = runner.train(n, several)
+        assert [kind for kind, *_ in answers] == ["done"] * n, answers
+        assert len({value for _, value, _ in answers}) == 1
+        assert end_of(several) == wanted, (n, parallel)
+        assert (Path(several.output) / "model" / "model.safetensors").read_bytes() == (
+            Path(alone.output) / "model" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_another_layout_resumes_a_pipelines_checkpoint(make_recipe: Any, runner: RankRunner) -> None:
+    """Two stages save, two shards go on, and four stages end the run."""
+    recipe = make_recipe("run", TIED, steps=7, grad_accumulation=4, batch_size=1, optimizer="muon", ema_decay=0.9)
+    whole = laid_out(recipe, "whole")
+    train(whole)
+    several = laid_out(recipe, "several", pipeline=2)
+    stopped = runner.train(2, several, stop_after=2)
+    assert [(kind, is_told) for kind, _, is_told in stopped] == [("Interrupted", False), ("Interrupted", True)], stopped
+    shards = dataclasses.replace(several, parallel=ParallelRecipe(shard=2))
+    assert runner.train(2, shards, resume=True, stop_after=4)[0][0] == "Interrupted"
+    stages = dataclasses.replace(several, parallel=ParallelRecipe(pipeline=4))
+    answers = runner.train(4, stages, resume=True)
+    assert [kind for kind, *_ in answers] == ["done"] * 4, answers
+    assert end_of(several) == end_of(whole)
+
+
+def test_what_stages_cannot_train_is_one_sentence(make_recipe: Any, runner: RankRunner) -> None:
+    answers = runner.train(2, laid_out(make_recipe("run", GPT2 | {"n_layers": 1}), "bad", pipeline=2))
+    assert [(kind, is_told) for kind, _, is_told in answers] == [("ConfigError", False), ("ConfigError", True)]
+    assert "parallel.pipeline=2 must not exceed n_layers=1" in answers[0][1]
+    recipe = make_recipe()
+    for settings, words in (({"evaluate_every": 1}, "train.evaluate_every=1"), ({"exit_loss": 0.1}, "train.exit_loss=0.1")):
+        train_settings = dataclasses.replace(recipe.train, **settings)
+        with pytest.raises(ConfigError, match=f"{words}.* parallel.pipeline=2 cannot do on parts of a model"):
+            dataclasses.replace(recipe, train=train_settings, parallel=ParallelRecipe(pipeline=2))
+
+
+def test_layers_are_shared_out_evenly_and_the_first_stages_have_more() -> None:
+    assert [list(layers_of(stage, 3, 8)) for stage in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    names = ("embed.weight", "position_embed.weight", "blocks.2.attn.out.weight", "blocks.6.mlp.up.bias", "final_norm.weight")
+    assert [stage_of(name, 3, 8) for name in names] == [0, 0, 0, 2, 2]
