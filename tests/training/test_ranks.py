@@ -289,10 +289,9 @@ def test_a_recipe_s_layout_is_what_is_planned() -> None:
     assert layout_of(recipe.parallel) == Layout(data=4, zero=3)
     assert TrainingShape.from_recipe(recipe).grad_accumulation == 2
     assert layout_of(None) == layout_of(ParallelRecipe()) == Layout()
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline=2 is planned by `twostroke plan train` and not trained yet"):
-        ParallelRecipe(pipeline=2)
+    assert layout_of(ParallelRecipe(data=2, pipeline=4)) == Layout(data=2, pipeline=4)
     assert layout_of(ParallelRecipe(data=2, tensor=4)) == Layout(data=2, tensor=4)
     assert layout_of(ParallelRecipe(data=2, expert=4)) == Layout(data=8, expert=4)
-    assert all(layout_of(ParallelRecipe(**{kind: 2})).is_trained for kind in ("shard", "tensor", "context", "expert"))
+    assert all(layout_of(ParallelRecipe(**{kind: 2})).is_trained for kind in ("shard", "pipeline", "tensor", "context", "expert"))
     with pytest.raises(ConfigError, match=r"trains adapters, which parallel\.shard=2 cannot do"):
         dataclasses.replace(recipe, method="lora", model=dataclasses.replace(recipe.model, init_from="x"))

@@ -41,6 +41,7 @@ def _train(ranks: Any, recipe: TrainRecipe) -> dict[str, int]:
         ("llama", 4, {"tensor": 4}, {"tensor": "tensor"}, 0.03),
         ("llama", 2, {"context": 2}, {"context": "context", "data": "gradients"}, 1e-3),
         ("llama", 4, {"context": 4}, {"context": "context", "data": "gradients"}, 1e-3),
+        ("llama", 2, {"pipeline": 2}, {"pipeline": "pipeline"}, 1e-6),
         # The plan's tokens choose evenly.
         ("mixtral", 2, {"expert": 2}, {"expert": "expert"}, 0.15),
     ],

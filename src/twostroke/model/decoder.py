@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         layers: range,
     ) -> Float[Tensor, "B T E"]:
         """The residual stream after the blocks of ``layers``, which follow those that made it."""
-        (n_rows, n_tokens), spec = residual.shape[:2], self.spec
+        n_rows, n_tokens, spec = len(residual), positions.shape[1], self.spec  # tensor parallel cuts the residual stream
         ropes = tables_by_layer(spec, positions)
         # Layers with the same window share one mask, which is built once a forward pass.
         windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]

@@ -19,7 +19,7 @@ from twostroke.data.loader import Batch
 from twostroke.training.clock import StepClock
 from twostroke.training.pipeline_masters import BACKWARD, FORWARD, GENERATOR, PipelineMasters
 from twostroke.training.ranked_step import RankedStep
-from twostroke.training.ranks import Ranks
+from twostroke.training.ranks import SENT, Ranks
 from twostroke.training.stages import layers_of
 
 MOST_SENDING = 8
@@ -103,6 +103,7 @@ class PipelinedStep(RankedStep):
         if len(self._sending) == MOST_SENDING:
             self._sending.popleft()[0].wait()
         tensor = tensor.contiguous()
+        SENT["pipeline"] += tensor.numel() * tensor.element_size()
         self._sending.append((dist.isend(tensor, self.masters.rank_of(stage), tag=tag), tensor))
 
 

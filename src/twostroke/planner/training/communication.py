@@ -112,7 +112,9 @@ def within_micro_batch(
         link = group_link(layout, hardware, layout.pipeline, layout.tensor * layout.replicas)
         what, bursts = "send to the next stage, and back", n_micro * 2 * layout.interleave
         once_s = network.send_s(message, link)
-        found.append(_waited_for("pipeline", what, layout.pipeline, link, bursts, message, message, once_s))
+        one_way = layout.pipeline == 2 and layout.interleave == 1  # of two stages each sends one way, and waits for the other
+        sent = message / 2 if one_way else message
+        found.append(_waited_for("pipeline", what, layout.pipeline, link, bursts, message, sent, once_s))
     return found
 
 

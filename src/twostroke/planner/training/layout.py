@@ -75,11 +75,11 @@ class Layout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor, context or expert parallel in
+        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor, context, expert or pipeline parallel in
         them."""
-        shared = [n for n in (self.tensor, self.context, self.expert) if n > 1]
+        shared = [n for n in (self.tensor, self.context, self.expert, self.pipeline) if n > 1]
         alone = not shared or (len(shared) == 1 and not self.zero)
-        return alone and self.pipeline == 1 and self.zero != 1
+        return alone and self.interleave == 1 and self.zero != 1
 
     @property
     def sequence_cut(self) -> int:
@@ -128,6 +128,7 @@ def layout_of(parallel: ParallelRecipe | None) -> Layout:
         tensor=parallel.tensor,
         context=parallel.context,
         expert=parallel.expert,
+        pipeline=parallel.pipeline,
     )
 
 
