@@ -47,6 +47,7 @@ class RankedStep(TrainStep):
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned
             torch.manual_seed((seed + number * SEED_STRIDE) % 2**63)
+            self.ranks.progress.again()
             losses.append(self._forward_backward_guarded(batch, share * loss_scale, clock))
             self.masters.accumulate()
             clock.lap("optimizer")
