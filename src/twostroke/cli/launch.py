@@ -84,7 +84,7 @@ def _counted_stops() -> Iterator[_Stops]:
 
 def _run(launch: Launch, stops: _Stops) -> int:
     existed = _has_run(launch.output)
-    n_local, restarts = launch.n_local, 0
+    n_local, restarts, lost_at = launch.n_local, 0, None
     settings = {"--max-restarts": launch.max_restarts, "--min-ranks": launch.min_ranks, "threads": launch.threads}
     with launch.hosts.joined(stops.count, settings):
         while True:
@@ -92,7 +92,7 @@ def _run(launch: Launch, stops: _Stops) -> int:
             resumes = launch.resumes or (restarts > 0 and not existed and _has_run(launch.output))
             words = [*launch.words, *(["--resume"] if resumes else [])]
             processes = RankProcesses(words, placement, _environment(launch))
-            ended = processes.watch(stops.count, restarts > 0, launch.hosts.lost_elsewhere)
+            ended = processes.watch(stops.count, lost_at, launch.hosts.lost_elsewhere)
             ended = launch.hosts.agreed(ended)
             if ended.lost is None:
                 return ended.code
@@ -101,7 +101,7 @@ def _run(launch: Launch, stops: _Stops) -> int:
             if restarts == launch.max_restarts:
                 spent = f" after {restarts} restarts" if restarts else ""
                 raise TwostrokeError(f"{ended.lost}{spent}, and the others stopped. {_kept(launch.output)}")
-            restarts += 1
+            restarts, lost_at = restarts + 1, ended.at
             n_local = _next_size(launch, n_local, ended)
             log(
                 f"{ended.lost}. {n_local * launch.hosts.n} ranks start again ({restarts} of {launch.max_restarts} restarts). "

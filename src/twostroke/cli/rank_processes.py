@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.cli.console import log
@@ -55,6 +55,7 @@ class Ended:
     lost: str | None = None
     stepped: bool = False  # at least one step was done
     is_cause: bool = True  # False: ranks here lost others, and did not see why
+    at: float = field(default_factory=time.monotonic)
 
 
 class RankProcesses:
@@ -71,7 +72,6 @@ class RankProcesses:
             self._stacks = [_nameless_file() for _ in self._local]
             self._processes = [self._start(local, words, environment, pages) for local in self._local]
         self._hangs = HangFinder({local: self._processes[local].pid for local in self._local}, placement.first)
-        self._began = time.monotonic()
 
     def _start(self, local: int, words: Sequence[str], environment: Mapping[str, str], pages: int) -> subprocess.Popen[bytes]:
         placed, stacks = self._placement, self._stacks[local]
@@ -87,10 +87,11 @@ class RankProcesses:
             start_new_session=True,  # Ctrl-C in a terminal comes to the launcher alone
         )
 
-    def watch(self, stops: Callable[[], int], tell: bool, lost_elsewhere: Callable[[], str | None]) -> Ended:
-        """Wait until all have ended. ``stops()`` is how often a stop was asked for; each is handed on once. ``tell`` how soon
-        they stood."""
-        told_stood = told_stepped = not tell
+    def watch(self, stops: Callable[[], int], lost_at: float | None, lost_elsewhere: Callable[[], str | None]) -> Ended:
+        """Wait until all have ended. ``stops()`` is how often a stop was asked for; each is handed on once. Say how soon
+        they stood after ``lost_at``, when others were lost."""
+        told_stood = told_stepped = lost_at is None
+        began = lost_at or 0.0
         try:
             while True:
                 self._hand_on(stops())
@@ -108,10 +109,10 @@ class RankProcesses:
                 marks = [self.marks(local) for local in self._local]
                 if not told_stood and all(m.stood_at for m in marks):
                     told_stood = True
-                    log(f"{self._placement.n} ranks stand again after {max(m.stood_at for m in marks) - self._began:.1f} s.")
+                    log(f"{self._placement.n} ranks stand again after {max(m.stood_at for m in marks) - began:.1f} s.")
                 if not told_stepped and all(m.stepped_at for m in marks):
                     told_stepped = True
-                    log(f"the first step after that was done after {max(m.stepped_at for m in marks) - self._began:.1f} s.")
+                    log(f"the first step after that was done after {max(m.stepped_at for m in marks) - began:.1f} s.")
                 time.sleep(LOOK_S)
         finally:
             self._let_end(0, stops)

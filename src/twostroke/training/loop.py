@@ -36,6 +36,7 @@ from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
 from twostroke.training.step import StepResult, WindowAbandoned
 from twostroke.training.stop import StopSignals
+from twostroke.training.stragglers import RankTimes
 
 Log = Callable[[str], None]
 OnStep = Callable[[StepRecord, float], None]
@@ -135,6 +136,7 @@ class _Loop:
     def _train(self) -> None:
         run, settings = self.run, self.run.inputs.recipe.train
         clock = StepClock(run.device)
+        times = RankTimes(run.inputs.ranks, run.inputs.log)
         recent: deque[float] = deque(maxlen=20)
         steady: deque[float] = deque(maxlen=20)  # without warm-up steps, so that the estimate of the time left is realistic
         first_step = run.step
@@ -150,6 +152,7 @@ class _Loop:
             if self._stop_asked():
                 self._stop()
             run.inputs.ranks.progress.mark(self._phase(first_step), run.step)
+            times.begin_step()
             clock.start()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n)]
@@ -167,7 +170,7 @@ class _Loop:
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
             record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
-            line = plain(record)
+            line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
                 # Ranks that hold rows of the model compute together, and each comes to the same scores.
