@@ -63,6 +63,7 @@ class Launched:
         names = ("steps", "batch_size", "sequence_length", "grad_accumulation", "checkpoint_every", "optimizer", "dtype")
         values |= {f"train.{name}": getattr(settings, name) for name in names}
         values |= {f"model.{k}": getattr(recipe.model, k) for k in ("family", "n_layers", "d_model", "n_heads", "d_ff")}
+        values["train.checkpoint_in_background"] = str(settings.checkpoint_in_background).lower()
         if recipe.parallel is not None:
             values |= {f"parallel.{k}": getattr(recipe.parallel, k) for k in ("shard", "zero")}
         words = [w for name, value in values.items() for w in ("--set", f"{name}={value}")]

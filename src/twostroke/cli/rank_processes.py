@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from twostroke.cli.console import log
@@ -55,7 +55,7 @@ class Ended:
     lost: str | None = None
     stepped: bool = False  # at least one step was done
     is_cause: bool = True  # False: ranks here lost others, and did not see why
-    at: float = field(default_factory=time.monotonic)
+    at: float = 0.0  # when it was noticed
 
 
 class RankProcesses:
@@ -98,6 +98,7 @@ class RankProcesses:
                 codes = self._codes()
                 if all(code == 0 for code in codes.values()):
                     return Ended()
+                self._noticed_at = time.monotonic()
                 if failed := {local: code for local, code in codes.items() if code}:
                     return self._ended(failed, stops)
                 for local in self._local:
@@ -105,7 +106,7 @@ class RankProcesses:
                         return self._ended_hung(local, how)
                 if where := lost_elsewhere():
                     self._let_end(GRACE_S, stops)
-                    return Ended(lost=where, stepped=self._stepped, is_cause=False)
+                    return Ended(lost=where, stepped=self._stepped, is_cause=False, at=self._noticed_at)
                 marks = [self.marks(local) for local in self._local]
                 if not told_stood and all(m.stood_at for m in marks):
                     told_stood = True
@@ -168,7 +169,7 @@ class RankProcesses:
         else:
             local = min(codes)
             how = f"rank {self._rank(local)} lost the others {stood[local].where}"
-        return Ended(lost=how, stepped=self._stepped, is_cause=bool(signalled))
+        return Ended(lost=how, stepped=self._stepped, is_cause=bool(signalled), at=self._noticed_at)
 
     def _ended_hung(self, local: int, how: str) -> Ended:
         marks = self.marks(local)
@@ -177,7 +178,9 @@ class RankProcesses:
         self._let_end(GRACE_S, lambda: self._handed)
         if stacks:
             log(f"the Python stacks of rank {self._rank(local)} when it hung:\n{stacks}")
-        return Ended(lost=f"rank {self._rank(local)} {how} {marks.where} and was ended", stepped=self._stepped)
+        return Ended(
+            lost=f"rank {self._rank(local)} {how} {marks.where} and was ended", stepped=self._stepped, at=self._noticed_at
+        )
 
     def _stacks_of(self, local: int, marks: Marks) -> str:
         if not marks.count:  # it does not answer the signal yet
