@@ -129,5 +129,6 @@ class Launched:
             code = self.process.wait(within_s)
         finally:
             self.process.kill()
-        self._reader.join(5)
+            self._reader.join(5)
+            self.process.stderr.close()  # type: ignore[union-attr]
         return code

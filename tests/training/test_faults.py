@@ -64,7 +64,7 @@ def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(make_recipe: A
         print(f"{gone_s:.2f} s: {told}")
         assert words in told, run.said
         assert "checkpoint step-" in told
-        assert gone_s < 5, run.said
+        assert gone_s < (5 if number in (signal.SIGKILL, signal.SIGSTOP) else 20), run.said  # a hang begins later
         run.wait_for(lambda n=n_before: run.said.count("the first step after that") > n)  # type: ignore[misc]
     assert run.ended() == 0, run.said
     print(re.findall(r".* after [0-9.]+ s\.", run.said))

@@ -22,6 +22,9 @@ SILENT_S = 10.0
 ASK_S = 0.25
 """Between two questions to the store while ranks run."""
 
+LEAVE_S = 5.0
+"""Longest wait of host 0 for the others at the end."""
+
 BETTER_REASON_S = 1.0
 """How long a host whose ranks lost others waits for the host that knows why."""
 
@@ -108,7 +111,18 @@ class Hosts:
         try:
             yield
         finally:
+            with contextlib.suppress(TwostrokeError):
+                self._leave()
             self._store = None
+
+    def _leave(self) -> None:
+        """The store ends with the launcher of host 0, so that one leaves last."""
+        self._set(f"left/{self.index}", "")
+        deadline = time.monotonic() + LEAVE_S
+        while self.index == 0 and time.monotonic() < deadline:
+            if all(self._has(f"left/{host}") for host in range(self.n)):
+                return
+            time.sleep(ASK_S / 5)
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=1):
