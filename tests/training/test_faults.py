@@ -20,7 +20,7 @@ from killing import fingerprint
 from launched import LOOP, SLEEP, SLEEP_IN_SAVE, SLOW, Launched
 from ranked import RankRunner
 
-from twostroke.cli.hosts import Alone, Hosts
+from twostroke.cli.hosts import Alone, Hosts, free_port
 from twostroke.cli.launch import Launch, _next_size
 from twostroke.cli.notices import check_notice, has_come
 from twostroke.cli.rank_processes import Ended
@@ -32,6 +32,9 @@ from twostroke.training.start import train
 from twostroke.training.stragglers import RankTimes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hangs are found by what Linux tells of threads")
+
+LOST = 50
+"""Ranks that are lost in a layout by `make soak`."""
 
 FAULTS = [
     (signal.SIGKILL, 0, "rank 0 was ended by SIGKILL in step"),
@@ -54,11 +57,14 @@ def undisturbed(make_recipe: Any, steps: int) -> dict[str, str]:
     return fingerprint(Path(recipe.output))
 
 
-def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(make_recipe: Any, tmp_path: Path) -> None:
-    steps = 600
+@pytest.mark.parametrize("faults", [FAULTS[0::2], pytest.param(FAULTS[1::2], marks=pytest.mark.soak)], ids=["first", "second"])
+def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(
+    make_recipe: Any, tmp_path: Path, faults: list[tuple[int, int, str]]
+) -> None:
+    steps = 200
     recipe = long_recipe(make_recipe, "run", steps, in_background=False)
-    run = Launched(recipe, tmp_path / "faults", 2, ["--max-restarts", str(len(FAULTS))])
-    for n_before, (number, rank, words) in enumerate(FAULTS):
+    run = Launched(recipe, tmp_path / "faults", 2, ["--max-restarts", str(len(faults))])
+    for n_before, (number, rank, words) in enumerate(faults):
         run.wait_for_step(run.step() + 30)
         gone_s, told = run.do(number, rank)
         print(f"{gone_s:.2f} s: {told}")
@@ -68,9 +74,8 @@ def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(make_recipe: A
         run.wait_for(lambda n=n_before: run.said.count("the first step after that") > n)  # type: ignore[misc]
     assert run.ended() == 0, run.said
     print(re.findall(r".* after [0-9.]+ s\.", run.said))
-    assert run.said.count("most recent call first") >= 3  # the stacks of those that were stuck
-    assert "in _sleep" in run.said
-    assert "in _loop" in run.said
+    for number, name in ((SLEEP, "in _sleep"), (LOOP, "in _loop")):
+        assert (name in run.said) == any(fault[0] == number for fault in faults)  # the stacks of those that were stuck
     assert all(float(found) < 20 for found in re.findall(r"stand again after ([0-9.]+) s", run.said)), run.said
     assert fingerprint(Path(recipe.output)) == undisturbed(make_recipe, steps)
 
@@ -104,15 +109,13 @@ def test_an_interruption_notice_ends_with_a_checkpoint(make_recipe: Any, tmp_pat
 
 
 def test_two_hosts_train_one_run_and_start_again_together(make_recipe: Any, tmp_path: Path) -> None:
-    steps = 300
+    steps = 100
     recipe = long_recipe(make_recipe, "run", steps)
-    from twostroke.cli.hosts import free_port
-
     place = ["--rendezvous", f"127.0.0.1:{free_port()}", "--hosts", "2", "--max-restarts", "1"]
     first, second = (
         Launched(recipe, tmp_path / f"host-{i}", 1, [*place, "--host-index", str(i)]) for i in range(2)
     )  # fmt: skip
-    first.wait_for_step(30)
+    first.wait_for_step(25)
     second.ranks()[1].kill()
     assert first.ended() == 0, first.said
     assert second.ended() == 0, second.said
@@ -259,11 +262,11 @@ def test_notices_of_clouds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_hundred_lost_ranks(make_recipe: Any, tmp_path: Path, shard: int) -> None:
     """Kills, stops and hangs of any rank, at moments drawn at random, also before ranks stand and in saves; 50 a layout."""
-    draw, n, steps = random.Random(shard), 50, 4000
+    draw, steps = random.Random(shard), 4000
     recipe = long_recipe(make_recipe, "run", steps, shard)
     run = Launched(recipe, tmp_path / "faults", 2, ["--max-restarts", "1000"])
     noticed, in_start = [], 0
-    for number in range(n):
+    for _ in range(LOST):
         if draw.random() < 0.15:  # while ranks start
             run.wait_for(lambda: len(run.ranks()) == 2)
             time.sleep(draw.uniform(0, 4))
