@@ -1,96 +1,142 @@
-"""Starts the ranks of a run on this machine by torchrun's agent, and turns how they ended into one exit code."""
+"""Starts the ranks of a run, again after one was lost, and turns how they ended into one exit code."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import signal
 import sys
 import threading
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from twostroke.core.errors import TwostrokeError
-
-LAUNCHED = "TWOSTROKE_LAUNCHED"
-"""Set for ranks that `twostroke train --ranks` started, which leave it to the launcher to say which of them was lost."""
+from twostroke.cli.console import log
+from twostroke.cli.hosts import Alone, Hosts
+from twostroke.cli.notices import watching
+from twostroke.cli.rank_processes import Ended, RankProcesses
+from twostroke.core.errors import Interrupted, TwostrokeError
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_ranks(n: int, words: Sequence[str], output: Path, threads: int) -> int:
-    """Run ``twostroke`` with ``words`` as ``n`` ranks. Returns the exit code of the first rank that failed, 0 if none did.
+@dataclass(frozen=True)
+class Launch:
+    """What ``train --ranks`` starts: ``n_local`` ranks on each host.
 
-    SIGTERM and Ctrl-C are handed to the ranks, which write a checkpoint and end with 75. Raises TwostrokeError if a rank was
-    killed; the others then end, and the last checkpoint is whole.
+    ``works_on(n)``: whether ``n`` ranks of the run divide its step. A rank that is lost is started again at most
+    ``max_restarts`` times in all, with fewer ranks, but ``min_ranks``, if no step was done since the last loss. ``threads``
+    are those of a rank with ``n_local`` ranks, and fewer ranks keep them, because bits depend on them. ``notice`` is polled
+    (``cli.notices``).
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ[LAUNCHED] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    package = str(Path(__file__).parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=n,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.05,
-    )
-    found: list[BaseException] = []
+    words: Sequence[str]
+    output: Path
+    n_local: int
+    threads: int
+    resumes: bool
+    works_on: Callable[[int], bool]
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    notice: str | None = None
+    hosts: Hosts | Alone = field(default_factory=Alone)
 
-    def launch() -> None:
-        try:
-            elastic_launch(config, sys.executable)("-m", "twostroke", *words)
-        except BaseException as error:
-            found.append(error)
 
-    # Beside the main thread, because there the agent would answer signals itself, and kill ranks that write a checkpoint.
-    agent = threading.Thread(target=launch, name="torchrun")
-    before = {number: signal.signal(number, _hand_on) for number in STOPS}
+def run_ranks(launch: Launch) -> int:
+    """Run ``twostroke`` as several ranks. Returns their exit code, 0 if all were done.
+
+    SIGTERM, Ctrl-C and an interruption notice are handed to the ranks, which write a checkpoint and end with 75. Raises
+    TwostrokeError if a rank was lost and may not be started again; the others have ended, and the last checkpoint is whole.
+    """
+    with _counted_stops() as stops, watching(launch.notice, stops.ask):
+        return _run(launch, stops)
+
+
+class _Stops:
+    """How often a stop was asked for."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._lock = threading.Lock()
+
+    def ask(self) -> None:
+        with self._lock:
+            self.n += 1
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.n += 1
+
+    def count(self) -> int:
+        return self.n
+
+
+@contextlib.contextmanager
+def _counted_stops() -> Iterator[_Stops]:
+    stops = _Stops()
+    before = {number: signal.signal(number, stops.receive) for number in STOPS}
     try:
-        agent.start()
-        while agent.is_alive():
-            agent.join(0.1)
+        yield stops
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if not found:
-        return 0
-    if not isinstance(found[0], ChildFailedError):
-        raise TwostrokeError(f"{n} ranks could not be started: {found[0]}.") from found[0]
-    return _code_of(found[0].failures, output)
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
-    """Hand a signal on to the ranks."""
-    import psutil
+def _run(launch: Launch, stops: _Stops) -> int:
+    existed = _has_run(launch.output)
+    n_local, restarts, lost_at = launch.n_local, 0, None
+    settings = {"--max-restarts": launch.max_restarts, "--min-ranks": launch.min_ranks, "threads": launch.threads}
+    with launch.hosts.joined(stops.count, settings):
+        while True:
+            placement = launch.hosts.placed(restarts, n_local)
+            resumes = launch.resumes or (restarts > 0 and not existed and _has_run(launch.output))
+            words = [*launch.words, *(["--resume"] if resumes else [])]
+            processes = RankProcesses(words, placement, _environment(launch))
+            ended = processes.watch(stops.count, lost_at, launch.hosts.lost_elsewhere)
+            ended = launch.hosts.agreed(ended)
+            if ended.lost is None:
+                return ended.code
+            if stops.n:
+                raise Interrupted(f"stopped, and {ended.lost}. {_kept(launch.output)}")
+            if restarts == launch.max_restarts:
+                spent = f" after {restarts} restarts" if restarts else ""
+                raise TwostrokeError(f"{ended.lost}{spent}, and the others stopped. {_kept(launch.output)}")
+            restarts, lost_at = restarts + 1, ended.at
+            n_local = _next_size(launch, n_local, ended)
+            log(
+                f"{ended.lost}. {n_local * launch.hosts.n} ranks start again ({restarts} of {launch.max_restarts} restarts). "
+                f"{_kept(launch.output, continues=True)}"
+            )
 
-    for child in psutil.Process().children():
-        child.send_signal(number)
+
+def _next_size(launch: Launch, n_local: int, ended: Ended) -> int:
+    """Ranks of a host after one was lost: all of them, or fewer if not a step was done with the last number."""
+    if ended.stepped or launch.min_ranks is None:
+        return launch.n_local
+    n_hosts = launch.hosts.n
+    fewer = [n for n in range(n_local - 1, 0, -1) if n * n_hosts >= launch.min_ranks and launch.works_on(n * n_hosts)]
+    return fewer[0] if fewer else n_local
 
 
-def _code_of(failures: Any, output: Path) -> int:
-    """The exit code of the first rank that failed. Raises TwostrokeError for one that was killed."""
+def _has_run(output: Path) -> bool:
+    return (output / "recipe.json").is_file()
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(launch.threads))
+    if launch.hosts.is_local:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    package = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
+    return environment
+
+
+def _kept(output: Path, continues: bool = False) -> str:
     from twostroke.training.checkpoint import list_checkpoints
 
-    codes = {rank: failures[rank].exitcode for rank in sorted(failures)}
-    told = [code for code in codes.values() if code > 0]
-    for rank, code in codes.items():
-        # The agent ends those that are left by SIGTERM; what ended the first one counts.
-        if code < 0 and (code != -signal.SIGTERM or not told):
-            kept = list_checkpoints(output / "checkpoints")
-            what = f"Checkpoint {kept[-1][1].name} is kept. Continue with --resume." if kept else "No checkpoint exists yet."
-            raise TwostrokeError(f"rank {rank} was ended by {signal.Signals(-code).name}, and the others stopped. {what}")
-    return int(told[0])
+    kept = list_checkpoints(output / "checkpoints")
+    newest = kept[-1][1].name if kept else None
+    if continues:
+        return f"They go on from checkpoint {newest}." if newest else "No checkpoint exists yet."
+    return f"Checkpoint {newest} is kept. Continue with --resume." if newest else "No checkpoint exists yet."

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
+from twostroke.cli.hosts import Alone, Hosts
+from twostroke.cli.notices import check_notice, watching
 from twostroke.cli.training_progress import training_progress
 from twostroke.cli.training_summary import summary_text
-from twostroke.core.errors import InputError, TwostrokeError
+from twostroke.core.errors import ConfigError, InputError, TwostrokeError
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -41,6 +43,20 @@ def train(
     ranks: int | None = typer.Option(
         None, "--ranks", metavar="N", help="Processes that train together on this machine, by the recipe's [parallel]."
     ),
+    max_restarts: int = typer.Option(
+        0, "--max-restarts", metavar="N", help="With --ranks: how often ranks start again from the last checkpoint."
+    ),
+    min_ranks: int | None = typer.Option(
+        None, "--min-ranks", metavar="N", help="With --max-restarts: go on with fewer ranks, but N, if as many fail again."
+    ),
+    rendezvous: str | None = typer.Option(
+        None, "--rendezvous", metavar="HOST:PORT", help="With --ranks on several hosts: where that of index 0 listens."
+    ),
+    hosts: int | None = typer.Option(None, "--hosts", metavar="N", help="How many hosts run this command."),
+    host_index: int | None = typer.Option(None, "--host-index", metavar="I", help="This one's number, from 0."),
+    notice: str | None = typer.Option(
+        None, "--interruption-notice", metavar="PATH|URL", help="A file or URL that says when this machine is taken away."
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Train by a TOML recipe with checkpoints, then score the model on held-out text beside xz -9.
@@ -52,14 +68,22 @@ def train(
     from twostroke.core.recipe import read_recipe
 
     if ranks is None and is_rank():
-        _train_as_rank(recipe, settings, resume, as_json)
+        with watching(notice, _stop_this_process):
+            _train_as_rank(recipe, settings, resume, as_json)
         return
+    of_ranks = {"--max-restarts": max_restarts, "--min-ranks": min_ranks, "--rendezvous": rendezvous, "--hosts": hosts}
+    if ranks is None and (useless := next((name for name, value in of_ranks.items() if value), None)):
+        raise InputError(f"{useless} needs --ranks N, the processes on this machine.")
     parsed = read_recipe(recipe, settings)  # before torch is imported, so that a wrong key is told at once
     with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
         if ranks is not None:
-            _launch(parsed, ranks, recipe, settings, resume, as_json)
+            options = ["--json"] * as_json + [word for setting in settings for word in ("--set", setting)]
+            words = ["train", str(recipe), *options]
+            faults = {"max_restarts": max_restarts, "min_ranks": min_ranks, "notice": notice}
+            _launch(parsed, ranks, Hosts.parse(rendezvous, hosts, host_index), words, resume, faults)
             return
-        directory, summary = _train_and_score(parsed, resume)
+        with watching(notice, _stop_this_process):
+            directory, summary = _train_and_score(parsed, resume)
     emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
 
 
@@ -68,27 +92,46 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _launch(parsed: TrainRecipe, n: int, recipe: Path, settings: list[str], resume: bool, as_json: bool) -> None:
-    """Train as ``n`` ranks, and exit with their code if one failed, which has said why."""
-    from twostroke.cli.launch import run_ranks
+def _stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _launch(parsed: TrainRecipe, n: int, hosts: Hosts | Alone, words: list[str], resume: bool, faults: dict[str, Any]) -> None:
+    """Train as ``n`` ranks on each of ``hosts``, and exit with their code if one failed, which has said why."""
+    from twostroke.cli.launch import Launch, run_ranks
     from twostroke.core.parallel_recipe import ParallelRecipe
     from twostroke.training.parallelize import available_cores
 
     if n < 1:
         raise InputError(f"--ranks {n} must be at least 1.")
-    layout = (parsed.parallel or ParallelRecipe()).on(n, parsed.train.grad_accumulation)
-    options = ["--resume"] * resume + ["--json"] * as_json
-    words = ["train", str(recipe), *options, *(word for setting in settings for word in ("--set", setting))]
-    code = run_ranks(n, words, Path(parsed.output), layout.threads or max(1, available_cores() // n))
+    if faults["max_restarts"] < 0:
+        raise InputError(f"--max-restarts {faults['max_restarts']} must be at least 0.")
+    least = faults["min_ranks"]
+    if least is not None and not 1 <= least <= n * hosts.n:
+        raise InputError(f"--min-ranks {least} must be from 1 to the {n * hosts.n} ranks that are started.")
+    if faults["notice"] is not None:
+        check_notice(faults["notice"])
+    asked = parsed.parallel or ParallelRecipe()
+
+    def works_on(ranks: int) -> bool:
+        with contextlib.suppress(ConfigError):
+            asked.on(ranks, parsed.train.grad_accumulation)
+            return True
+        return False
+
+    layout = asked.on(n * hosts.n, parsed.train.grad_accumulation)
+    threads = layout.threads or max(1, available_cores() // n)
+    launch = Launch(words, Path(parsed.output), n, threads, resume, works_on, hosts=hosts, **faults)
+    code = run_ranks(launch)
     if code:
         raise typer.Exit(code)
 
 
 def _train_as_rank(recipe: Path, settings: list[str], resume: bool, as_json: bool) -> None:
     """Train as one rank of several. The first one logs, scores the model and prints the result."""
-    from twostroke.cli.launch import LAUNCHED
+    from twostroke.cli.rank_processes import LAUNCHED, LOST_CODE
     from twostroke.core.recipe import read_recipe
-    from twostroke.training.ranks import RankLost, joined
+    from twostroke.training.ranks import NotJoined, RankLost, joined
 
     try:
         with joined() as ranks:
@@ -98,7 +141,11 @@ def _train_as_rank(recipe: Path, settings: list[str], resume: bool, as_json: boo
             is_first = ranks.is_first
     except TwostrokeError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends all ranks as soon as one has ended
-        if error.is_told or (isinstance(error, RankLost) and LAUNCHED in os.environ):
+        if isinstance(error, RankLost | NotJoined) and LAUNCHED in os.environ:
+            if isinstance(error, NotJoined):
+                log(str(error))
+            raise typer.Exit(LOST_CODE) from None
+        if error.is_told:
             raise typer.Exit(error.exit_code) from None
         raise
     if is_first:

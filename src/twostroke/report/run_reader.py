@@ -25,7 +25,7 @@ COLUMNS = (
 )  # fmt: skip
 """The numbers of a log line that the page draws over the steps."""
 
-_NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up"})
+_NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up", "straggler_ratio"})
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300

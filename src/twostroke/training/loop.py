@@ -29,12 +29,14 @@ from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
+from twostroke.training.progress import Phase
 from twostroke.training.ranks import RankLost, is_lost
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
 from twostroke.training.step import StepResult, WindowAbandoned
 from twostroke.training.stop import StopSignals
+from twostroke.training.stragglers import RankTimes
 
 Log = Callable[[str], None]
 OnStep = Callable[[StepRecord, float], None]
@@ -75,6 +77,7 @@ def execute(
         with StopSignals(inputs.log) as stop, contextlib.ExitStack() as closing:
             stop.nothing_to_save = True  # until the first step of this process is done, the first Ctrl-C may end it at once
             run: RunState | None = None
+            ranks.progress.mark(Phase.BUILDING)
             try:
                 run = build(inputs)
                 # Closed in reverse order: the saver may still write when the observers have ended.
@@ -94,7 +97,7 @@ def execute(
                 raise ranks.told(error) from None
             stop.answer = "all steps are done, and the model is being written."
             state = run
-            return ranks.led(lambda: finish(state))
+            return ranks.led(lambda: finish(state), Phase.ENDING)
 
 
 @dataclass
@@ -133,6 +136,7 @@ class _Loop:
     def _train(self) -> None:
         run, settings = self.run, self.run.inputs.recipe.train
         clock = StepClock(run.device)
+        times = RankTimes(run.inputs.ranks, run.inputs.log)
         recent: deque[float] = deque(maxlen=20)
         steady: deque[float] = deque(maxlen=20)  # without warm-up steps, so that the estimate of the time left is realistic
         first_step = run.step
@@ -147,6 +151,8 @@ class _Loop:
         while run.step < run.inputs.steps:
             if self._stop_asked():
                 self._stop()
+            run.inputs.ranks.progress.mark(self._phase(first_step), run.step)
+            times.begin_step()
             clock.start()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n_readers)]
@@ -164,11 +170,12 @@ class _Loop:
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
             record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
-            line = plain(record)
+            line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
                 # Ranks that hold rows of the model compute together, and each comes to the same scores.
-                line |= self._scores() if run.masters.is_sharded else run.inputs.ranks.led(self._scores)
+                with run.inputs.ranks.progress.doing(Phase.SCORING):
+                    line |= self._scores() if run.masters.is_sharded else run.inputs.ranks.led(self._scores)
             if run.inputs.ranks.is_first:
                 run.step_log.append(line)
             self.observers.after_line(line)
@@ -191,9 +198,12 @@ class _Loop:
             run.saver.poll()
         run.train_time_s = run.elapsed_s()
 
+    def _phase(self, first_step: int) -> Phase:
+        return Phase.STEPS if self.run.step >= first_step + WARM_UP_STEPS else Phase.FIRST_STEPS
+
     def _begin_checkpoint(self, wait: bool) -> None:
         run = self.run
-        run.inputs.ranks.led(lambda: run.saver.begin(lambda: capture(run), wait))
+        run.inputs.ranks.led(lambda: run.saver.begin(lambda: capture(run), wait), Phase.SAVING)
 
     def _scores(self) -> dict[str, float]:
         """What ``evaluate`` says of the model, and of the running average of its weights."""
@@ -279,7 +289,7 @@ class _Loop:
     def _stop(self) -> NoReturn:
         run = self.run
         try:
-            path = run.inputs.ranks.led(lambda: save(run))
+            path = run.inputs.ranks.led(lambda: save(run), Phase.SAVING)
         except CheckpointError as error:
             failed = TwostrokeError(f"stopped at step {run.step}, but {error} {run.saver.what_is_kept()}")
             raise run.inputs.ranks.told(failed) from error

@@ -46,6 +46,7 @@ class PipelinedStep(RankedStep):
         under_way: deque[tuple[Tensor | None, Tensor, Tensor]] = deque()
         losses = []
         for i in range(len(batches) + ahead):
+            self.ranks.progress.again()
             if i < len(batches):
                 under_way.append(self._forward(batches[i], seeds[i], clock))
             if i >= ahead:

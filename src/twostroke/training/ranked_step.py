@@ -69,6 +69,7 @@ class RankedStep(TrainStep):
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned
             torch.manual_seed(seed)
+            self.ranks.progress.again()
             own = batch if self.ring is None else self.ring.begin(batch)
             losses.append(self._forward_backward_guarded(own, scale, clock))
             if self.ring is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.training.progress import Phase, Progress
 from twostroke.training.tree_sums import tree_sum
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ class RankLost(TwostrokeError):
     """Another rank ended or hangs. ``train --ranks`` says which, so the ranks that it started do not."""
 
 
+class NotJoined(InputError):
+    """The other ranks did not come, or the port of the first one was taken meanwhile."""
+
+
 class Part(Protocol):
     """A tensor of ``shape`` that ranks hold together."""
 
@@ -64,6 +69,7 @@ class Ranks:
         self._control = control
         self._leading = False
         self.is_alone = False
+        self.progress = Progress()
 
     # -- who ----------------------------------------------------------------------------------------------------------------
 
@@ -199,8 +205,8 @@ class Ranks:
             first.is_told = teller != self.rank
             raise first
 
-    def led(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, which alone does it, on all ranks; its errors likewise.
+    def led(self, work: Callable[[], T], phase: Phase | None = None) -> T:
+        """What ``work``, of ``phase``, returns on the first rank, which alone does it, on all ranks; its errors likewise.
 
         The others wait, and hand over the parts of tensors that ``Whole`` asks for.
         """
@@ -216,7 +222,8 @@ class Ranks:
         outcome: tuple[Any, TwostrokeError | None] = (None, None)
         self._leading = True
         try:
-            outcome = (work(), None)
+            with self.progress.doing(phase) if phase is not None else contextlib.nullcontext():
+                outcome = (work(), None)
         except TwostrokeError as error:
             outcome = (None, error)
         finally:
@@ -355,16 +362,27 @@ def joined() -> Iterator[Ranks]:
         if local >= torch.cuda.device_count():
             raise InputError(f"rank {rank} has LOCAL_RANK={local}, and this machine has {torch.cuda.device_count()} GPUs.")
         torch.cuda.set_device(local)
+    progress = Progress.of_this_process(on_gpu)
+    progress.mark(Phase.JOINING)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
         control = dist.new_group(backend="gloo", timeout=LONGEST_WORK)
     except (RuntimeError, ValueError) as error:
-        raise InputError(
+        raise NotJoined(
             f"rank {rank} could not join {n} ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
             f"{_first_line(error)}."
         ) from None
+    progress.stood()
+    ranks = Ranks(rank, n, control)
+    ranks.progress = progress
     try:
-        yield Ranks(rank, n, control)
+        with progress.counting_waits():
+            yield ranks
+        progress.mark(Phase.ENDING)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise RankLost(f"rank {rank} lost another one: {_first_line(error)}. Continue with --resume.") from error
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -28,6 +28,7 @@ TAGS = {
     "mfu": "speed/MFU",
     "step_time_s": "speed/seconds a step",
     "data_wait_share": "speed/data wait share",
+    "straggler_ratio": "speed/straggler ratio",
     "memory_bytes": "memory/bytes",
     "peak_memory_bytes": "memory/peak bytes",
     "epoch": "train/epoch",
@@ -103,6 +104,9 @@ def scalars(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
         elif name in ("block_grad_norms", "update_ratios"):
             folder = "gradient norm" if name == "block_grad_norms" else "update to weight"
             yield from ((f"{folder}/{part}", float(v)) for part, v in value.items() if v is not None)
+        elif name in ("rank_compute_s", "rank_waiting_s"):
+            folder = "seconds of computing" if name == "rank_compute_s" else "seconds of waiting"
+            yield from ((f"{folder}/rank {rank}", float(seconds)) for rank, seconds in enumerate(value))
         elif name == "activations":
             for kind, by_block in value.items():
                 yield from ((f"{kind.replace('_', ' ')}/blocks.{i}", float(v)) for i, v in enumerate(by_block))
