@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from twostroke.core.compressions import COMPRESSIONS, Compression
 from twostroke.core.errors import ConfigError
 
 CUTS = ("shard", "expert", "pipeline", "context", "tensor")
@@ -22,6 +23,11 @@ class ParallelRecipe:
     describes the same step for any number of ranks; a micro-batch is one pass. With ``exact`` all sums are added in one order
     whatever the layout; sums inside a product that ranks share are not, and come close. ``threads`` are those of a rank on a
     CPU, on which the order of sums inside a product depends; 0 is the cores over the ranks of the machine.
+
+    ``compress`` is how gradients are sent (``core.compressions``), ``compress_rank`` that of PowerSGD's factors, and
+    ``error_feedback`` keeps what int8, int4 and PowerSGD left out for the next step. With ``outer_every`` = H replicas train by
+    themselves and exchange what H steps changed (DiLoCo, ``training.diloco``), in ``fragments`` that take turns. Both change
+    the result with the number of ranks, so they need ``exact`` = False.
     """
 
     data: int = 0
@@ -29,6 +35,13 @@ class ParallelRecipe:
     zero: int = 3
     exact: bool = True
     threads: int = 0
+    compress: str = "none"
+    compress_rank: int = 4
+    error_feedback: bool = True
+    outer_every: int = 0
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -46,6 +59,67 @@ class ParallelRecipe:
         above = [f"parallel.{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1]
         if len(above) > 1:
             raise ConfigError(f"{' and '.join(above)} are not trained together yet. Use parallel.data beside one of them.")
+        self._check_compress()
+        self._check_outer()
+
+    def _check_compress(self) -> None:
+        if self.compress not in COMPRESSIONS:
+            raise ConfigError(
+                f"parallel.compress={self.compress!r:.50} is not a way to send gradients. Use one of {', '.join(COMPRESSIONS)}."
+            )
+        if not 1 <= self.compress_rank <= 1024:
+            raise ConfigError(f"parallel.compress_rank={self.compress_rank} must be from 1 to 1024.")
+        if self.compress == "none":
+            return
+        if self.exact:
+            raise ConfigError(
+                f'parallel.compress="{self.compress}" rounds what ranks send, and exact=true promises the same bits for any '
+                "number of them. Set parallel.exact=false, or leave compress out."
+            )
+        if self.of_a_replica > self.shard:
+            raise ConfigError(
+                f'parallel.compress="{self.compress}" and parallel.{self._shared} are not trained together yet. Use '
+                "parallel.data alone, or parallel.shard."
+            )
+        if self.shard > 1 and self.compression.low_rank:
+            raise ConfigError(
+                f'parallel.compress="{self.compress}" needs whole matrices, and shard={self.shard} cuts them. Use "int8" or '
+                '"int4", or parallel.shard=1.'
+            )
+
+    def _check_outer(self) -> None:
+        if self.outer_every < 0:
+            raise ConfigError(f"parallel.outer_every={self.outer_every} must be at least 0, which exchanges gradients.")
+        if self.fragments < 1 or self.fragments > max(1, self.outer_every):
+            raise ConfigError(
+                f"parallel.fragments={self.fragments} must be from 1 to outer_every={self.outer_every}: at most one is "
+                "exchanged a step."
+            )
+        if not 0 < self.outer_learning_rate < float("inf"):
+            raise ConfigError(f"parallel.outer_learning_rate={self.outer_learning_rate} must be above 0 and finite.")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"parallel.outer_momentum={self.outer_momentum} must be at least 0 and less than 1.")
+        if not self.outer_every:
+            return
+        if self.exact:
+            raise ConfigError(
+                f"parallel.outer_every={self.outer_every} lets replicas train apart, and exact=true promises the same bits for "
+                "any number of them. Set parallel.exact=false, or leave outer_every out."
+            )
+        if self.of_a_replica > 1:
+            raise ConfigError(
+                f"parallel.outer_every={self.outer_every} keeps a whole model on each rank, and parallel.{self._shared} cuts "
+                "it. Use parallel.data alone."
+            )
+
+    @property
+    def compression(self) -> Compression:
+        return COMPRESSIONS[self.compress]
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether ranks keep what compression left out."""
+        return self.compression.feeds_back and self.error_feedback and self.shard == 1
 
     @property
     def ranks(self) -> int:
@@ -81,6 +155,11 @@ class ParallelRecipe:
             raise ConfigError(
                 f"{n_readers} {what} must divide train.grad_accumulation={micro_batches}, the micro-batches of a step. Use "
                 f"{divisors(micro_batches)} {what}, or lower train.batch_size and raise train.grad_accumulation."
+            )
+        if self.compress != "none" and self.shard > 1 and n_ranks > self.shard:
+            raise ConfigError(
+                f'parallel.compress="{self.compress}" is for replicas of one rank or for one replica, and {n_ranks} ranks with '
+                f"shard={self.shard} are {n_ranks // self.shard} replicas. Use shard=1 or shard={n_ranks}."
             )
         return replace(self, data=n_ranks // self.of_a_replica)
 

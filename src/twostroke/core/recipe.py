@@ -198,7 +198,10 @@ class TrainRecipe:
             raise ConfigError(f'[lora] is set, but method="{self.method}" trains no adapters. Use method="lora" or "qlora".')
 
     def _check_parallel(self) -> None:
-        if self.parallel is None or self.parallel.of_a_replica == 1:
+        if self.parallel is None:
+            return
+        self._check_less_traffic(self.parallel)
+        if self.parallel.of_a_replica == 1:
             return
         t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
         whole = {"context": "sequence", "expert": "set of experts", "pipeline": "model"}.get(cut, "matrix")
@@ -223,6 +226,26 @@ class TrainRecipe:
             if asked:
                 raise ConfigError(
                     f"{what}, which parallel.{cut}={getattr(self.parallel, cut)} cannot do on parts of a {whole}. {remedy}"
+                )
+
+    def _check_less_traffic(self, parallel: ParallelRecipe) -> None:
+        t = self.train
+        if parallel.feeds_back and t.dtype == "fp16" and not parallel.outer_every:
+            raise ConfigError(
+                f'parallel.compress="{parallel.compress}" keeps what rounding left out for the next step, and '
+                'train.dtype="fp16" changes the scale of gradients between steps. Use train.dtype="bf16", or '
+                "parallel.error_feedback=false."
+            )
+        refused = {
+            f'method="{self.method}" trains adapters': self.trains_adapters,
+            'train.dtype="pure_bf16" rounds weights by random numbers': t.dtype == "pure_bf16",
+            f"train.ema_decay={t.ema_decay:g} averages weights that all replicas have": t.ema_decay > 0,
+        }
+        for what, asked in refused.items():
+            if asked and parallel.outer_every:
+                raise ConfigError(
+                    f"{what}, which replicas that train apart by parallel.outer_every={parallel.outer_every} cannot do. Leave "
+                    "one of them out."
                 )
 
 

@@ -20,10 +20,10 @@ from twostroke.training.conversations import make_loader
 from twostroke.training.early_exit import EarlyExit
 from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
+from twostroke.training.masters import masters_of
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import chunk_of, pick_device
 from twostroke.training.pipelined_step import PipelinedStep
-from twostroke.training.ranked_masters import masters_of
 from twostroke.training.ranked_step import RankedStep
 from twostroke.training.ranks import Ranks
 from twostroke.training.reader import CheckpointReader

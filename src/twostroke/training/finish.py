@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def step_measurement(run: RunState) -> dict[str, Any]:
     if utilisation is not None:
         measured["mfu"] = utilisation
     measured["train_time_s"] = run.elapsed_s() if run.train_time_s is None else run.train_time_s
+    if run.inputs.ranks.n > 1:
+        measured["sent_bytes_per_step"] = statistics.fmean(r.get("sent_bytes", 0) for r in records)
     measured["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in records)
     if run.startup_s is not None:
         measured["startup_s"] = run.startup_s
@@ -140,7 +143,7 @@ def _memory_measurement(run: RunState) -> dict[str, Any]:
     measured: dict[str, Any] = {
         "weights_bytes": run.masters.weights_bytes,
         "gradients_bytes": run.masters.gradients_bytes,
-        "optimizer_bytes": run.optimizers.state_bytes,
+        "optimizer_bytes": run.optimizers.state_bytes + run.masters.exchange_bytes,
     }
     # Other ranks would have to compute it too.
     if run.last_batch is not None and not run.masters.is_sharded and run.inputs.ranks.layout.context == 1:

@@ -30,7 +30,7 @@ from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_pea
 from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
 from twostroke.training.progress import Phase
-from twostroke.training.ranks import RankLost, is_lost
+from twostroke.training.ranks import SENT, RankLost, is_lost
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
@@ -154,6 +154,7 @@ class _Loop:
             run.inputs.ranks.progress.mark(self._phase(first_step), run.step)
             times.begin_step()
             clock.start()
+            sent_before = SENT.total()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n_readers)]
             clock.lap("data")
@@ -169,7 +170,8 @@ class _Loop:
             run.tokens += n_tokens
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
-            record = self._record(result, settings.learning_rate * factor, n_tokens, step_time_s, parts, first_step)
+            rate, sent_bytes = settings.learning_rate * factor, SENT.total() - sent_before
+            record = self._record(result, rate, n_tokens, sent_bytes, step_time_s, parts, first_step)
             line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
@@ -196,6 +198,7 @@ class _Loop:
                 # speed.
                 self._begin_checkpoint(wait=rolls_back)
             run.saver.poll()
+        run.masters.finish_run()
         run.train_time_s = run.elapsed_s()
 
     def _phase(self, first_step: int) -> Phase:
@@ -251,6 +254,7 @@ class _Loop:
         result: StepResult,
         learning_rate: float,
         n_tokens: int,
+        sent_bytes: int,
         step_time_s: float,
         parts: dict[str, float],
         first_step: int,
@@ -273,6 +277,7 @@ class _Loop:
             warm_up=run.step - first_step <= WARM_UP_STEPS,
             skipped=result.skipped,
             elapsed_s=run.elapsed_s(),
+            sent_bytes=sent_bytes,
             block_grad_norms=result.block_grad_norms,
         )
 

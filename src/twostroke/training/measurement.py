@@ -21,6 +21,7 @@ class StepRecord:
     - ``tok_per_s`` = tokens of this step / step_time_s. ``mfu``: by ``RunInputs.mfu``, None without a machine profile.
     - ``tokens``: seen since the run began. ``warm_up``: the step may have compiled, so medians leave it out.
     - ``elapsed_s``: of all sessions until the end of this step, with checkpoints and scores between steps.
+    - ``sent_bytes``: of gradients and weights, that the first of several ranks sent to others in this step.
     - ``block_grad_norms``: gradient norm of each part of the model. The line also has ``data_wait_share`` = data_s /
       step_time_s.
     """
@@ -43,6 +44,7 @@ class StepRecord:
     warm_up: bool = False
     skipped: str | None = None
     elapsed_s: float = 0.0
+    sent_bytes: int = 0
     block_grad_norms: dict[str, float] = field(default_factory=dict)
 
     @property

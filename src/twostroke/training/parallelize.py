@@ -17,10 +17,11 @@ from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
+from twostroke.training.compression import decoded, encoded
 from twostroke.training.context_parallel import check_context
 from twostroke.training.expert_parallel import check_expert
 from twostroke.training.loss import ChunkFunction, chunk_loss
-from twostroke.training.ranks import Ranks, exchanged, reduce_scatter
+from twostroke.training.ranks import SENT, Ranks, all_gather, exchanged, reduce_scatter
 from twostroke.training.stages import check_pipeline
 from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut
 from twostroke.training.tree_sums import tree_sum
@@ -51,11 +52,12 @@ class OrderedReduceScatter:
     """FSDP2's reduce-scatter as an exchange of pieces that each rank adds up in one order; the sum, not the mean.
 
     It sends as much as a ring does, and half of what gloo's own reduce-scatter sends. Pieces travel in ``wire``, the type that
-    the backward pass computed them in, and are added in fp32.
+    the backward pass computed them in, or as codes of ``parallel.compress``, and are added in fp32. Codes feed nothing back:
+    that would take a whole gradient of memory on each rank, which sharding saves.
     """
 
-    def __init__(self, wire: torch.dtype, exact: bool) -> None:
-        self._wire, self._exact = wire, exact
+    def __init__(self, wire: torch.dtype, ranks: Ranks) -> None:
+        self._wire, self._exact, self._way = wire, ranks.layout.exact, ranks.layout.compression
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -63,11 +65,36 @@ class OrderedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        if self._exact:
-            output_tensor.copy_(tree_sum(exchanged(input_tensor.to(self._wire), group)))
+        n = dist.get_world_size(group)
+        if self._way.name != "none":
+            pieces = input_tensor.float().view(n, -1)
+            padded = nn.functional.pad(pieces, (0, -pieces.shape[1] % self._way.multiple))
+            received = decoded(torch.stack(_exchanged(encoded(padded, self._way), group)), self._way)
+            output_tensor.copy_(tree_sum(list(received[:, : pieces.shape[1]].contiguous())))
+        elif self._exact:
+            output_tensor.copy_(tree_sum(_exchanged(input_tensor.to(self._wire), group)))
         else:
             reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
+            SENT["data"] += (n - 1) * input_tensor.numel() * input_tensor.element_size() // n
         return None
+
+
+def _exchanged(sent: Tensor, group: Any) -> list[Tensor]:
+    n = dist.get_world_size(group)
+    SENT["data"] += (n - 1) * sent.numel() * sent.element_size() // n
+    return exchanged(sent, group)
+
+
+class CountedAllGather:
+    """FSDP2's all-gather of weights, whose bytes are counted."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
+        SENT["data"] += (dist.get_world_size(group) - 1) * input_tensor.numel() * input_tensor.element_size()
+        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
 
 
 def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -87,7 +114,8 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
         reshards = ranks.layout.zero == 3 and unit is not decoder
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
     for unit in units:
-        unit.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks.layout.exact))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks))  # type: ignore[operator]
+        unit.set_custom_all_gather(CountedAllGather())  # type: ignore[operator]
     register_fsdp_forward_method(decoder, "hidden")
 
 

@@ -128,6 +128,17 @@ class MasterWeights:
     def drop_gathered(self) -> None:
         """Drop what a forward pass without a backward pass has gathered of other ranks' weights."""
 
+    def norm_to_clip(self, norm: float) -> float:
+        """The norm by which this process clips its gradients, where all ranks agreed on ``norm``."""
+        return norm
+
+    def took_step(self) -> None:
+        """Follow an update that the optimizer has just made."""
+        self.update_working_copy()
+
+    def finish_run(self) -> None:
+        """Exchange what other ranks do not have yet, after the last step."""
+
     @torch.no_grad()
     def update_working_copy(self) -> None:
         """Round the masters into the working copy after an update."""
@@ -140,6 +151,11 @@ class MasterWeights:
         for name, weight in self.weights.items():
             weight.copy_(weights[name])
         self.update_working_copy()
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of what is kept for exchanges with other ranks."""
+        return 0
 
     @property
     def _bytes_per_parameter(self) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
+from twostroke.training.compression import FACTOR, RESIDUAL, CompressedSums, compressed_sums
 from twostroke.training.parallelize import drop_gathered, shard_decoder
-from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
+from twostroke.training.precision import MasterWeights
 from twostroke.training.ranks import Part, Ranks, sum_over
 from twostroke.training.tree_sums import TreeSum
 from twostroke.training.whole import RowsPart, Whole, rows_of
@@ -29,6 +30,7 @@ class SummedMasters(MasterWeights):
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
         self._sums = TreeSum(in_order=ranks.layout.exact)
+        self.compressed: CompressedSums | None = compressed_sums(ranks)
         super().__init__(decoder, dtype, stored)
 
     @torch.no_grad()
@@ -52,7 +54,7 @@ class SummedMasters(MasterWeights):
         # One micro-batch's gradient is in the type it was computed in; sums are in fp32.
         wire = self._leaf_dtype if self._sums.count == 1 else torch.float32
         totals = self._sums.total()
-        self.ranks.sum_over_replicas(totals, wire)
+        self._over_replicas(totals, wire)
         torch._foreach_copy_(list(self.gradients.values()), totals)
         self._complete_gradients()
         return self._norms()
@@ -61,6 +63,32 @@ class SummedMasters(MasterWeights):
         """Add up what the ranks of a replica computed of ``gradients`` apart."""
         if self.ranks.layout.context > 1:
             sum_over("context", list(self.gradients.values()), self.ranks)
+
+    def _over_replicas(self, totals: list[Tensor], wire: torch.dtype) -> None:
+        if self.compressed is None:
+            self.ranks.sum_over_replicas(totals, wire)
+        else:
+            self.compressed.sum(dict(zip(self.gradients, totals, strict=True)))
+
+    @property
+    def exchange_bytes(self) -> int:
+        return 0 if self.compressed is None else self.compressed.bytes
+
+    def took_step(self) -> None:
+        if self.compressed is not None:
+            self.compressed.accept()
+        self.update_working_copy()
+
+    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        if self.compressed is None:
+            return state
+        return Whole(self.ranks, dict(state) | self.compressed.state(list(self.weights), self.shapes), OPTIMIZER)
+
+    def own_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        sent = {key: value for key, value in state.items() if key.startswith((RESIDUAL, FACTOR))}
+        if self.compressed is not None:
+            self.compressed.load_state(sent)
+        return {key: value for key, value in state.items() if key not in sent}
 
     @property
     def _leaf_dtype(self) -> torch.dtype:
@@ -140,7 +168,7 @@ class DividedMasters(SummedMasters):
 
     def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
-        for key, value in state.items():
+        for key, value in super().own_state(state).items():
             name = self._weight_of(key)
             found[key] = value if name is None or value.dim() == 0 else self.piece(name, value)
         return found
@@ -163,6 +191,7 @@ class ShardedMasters(DividedMasters):
     def __init__(self, decoder: Decoder, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
         self._sums = TreeSum(in_order=ranks.layout.exact)
+        self.compressed: CompressedSums | None = None  # each pass is, by the reduce-scatter
         self.dtype, self.stored = dtype, torch.float32
         self._decoder = decoder
         self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -223,21 +252,3 @@ def row_norms(gradient: Tensor) -> Tensor:
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor._local_tensor
     return local
-
-
-def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeights:
-    """The masters of a run of ``train.dtype``; ``ranks`` where its recipe has ``[parallel]``."""
-    if ranks is None:
-        return MasterWeights.of(decoder, dtype)
-    computed, stored = COMPUTED_AND_STORED[dtype]
-    if ranks.layout.shard > 1:
-        return ShardedMasters(decoder, computed, ranks)
-    if ranks.layout.pipeline > 1:
-        from twostroke.training.pipeline_masters import PipelineMasters  # as below
-
-        return PipelineMasters(decoder, computed, stored, ranks)
-    if ranks.layout.tensor > 1 or ranks.layout.expert > 1:
-        from twostroke.training.cut_masters import ExpertMasters, TensorMasters  # which are made of what is in this file
-
-        return (TensorMasters if ranks.layout.tensor > 1 else ExpertMasters)(decoder, computed, stored, ranks)
-    return SummedMasters(decoder, computed, stored, ranks)

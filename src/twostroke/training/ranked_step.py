@@ -40,6 +40,8 @@ class RankedStep(TrainStep):
         scaler = self.optimizers.loss_scale
         loss_scale = 1.0 if scaler is None else scaler.scale
         share = 1.0 / max(1, n_valid)
+        # Replicas that train apart take the mean over their own tokens.
+        n_own = sum(batch.n_valid for batch in batches) if self.ranks.layout.outer_every else n_valid
         self.masters.zero_gradients()
         if self.experts is not None:
             self.experts.begin_window()
@@ -47,7 +49,7 @@ class RankedStep(TrainStep):
         state = torch.get_rng_state()
         numbers = self.ranks.micro_batches(len(batches) * self.ranks.n_readers)
         seeds = [(seed + number * SEED_STRIDE) % 2**63 for number in numbers]
-        losses = self._passes(batches, seeds, share * loss_scale, clock, abandon)
+        losses = self._passes(batches, seeds, 1.0 / max(1, n_own) * loss_scale, clock, abandon)
         torch.manual_seed(seed)  # a GPU's generator too
         torch.set_rng_state(state)
         norms = self.masters.finish_window()

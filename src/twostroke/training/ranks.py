@@ -27,7 +27,7 @@ LONGEST_WORK = timedelta(days=1)
 """Longest wait for what the first rank does for all: preparing data, writing a model."""
 
 SENT: Counter[str] = Counter()
-"""Bytes that this process sent to ranks of its replica, by the kind of parallelism, and of whole gradients."""
+"""Bytes of gradients, weights and activations that this process sent to other ranks, by the kind of parallelism."""
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients that replicas exchange at once."""
@@ -53,8 +53,12 @@ class Part(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def is_of_replicas(self) -> bool:
+        """Whether each replica holds a piece of its own; if not, replicas hold the same."""
+
     def gather(self, ranks: Ranks) -> Tensor | None:
-        """The whole tensor on the first rank, None on others. All ranks of the first replica call it."""
+        """The whole tensor on the first rank, None on others. All ranks of the first replica call it, or of all."""
 
 
 class Ranks:
@@ -251,7 +255,7 @@ class Ranks:
             if parts is None:
                 found = self.parts()
                 parts = [found[name] for name in sorted(found)]
-            if self.replica == 0:
+            if self.replica == 0 or parts[number].is_of_replicas:
                 parts[number].gather(self)
 
     def whole(self, name: str, found: Mapping[str, Part]) -> Tensor:
@@ -271,21 +275,37 @@ class Ranks:
         """Replace ``tensors`` by their sums over the replicas, sent as ``wire``, the type that holds each of them exactly."""
         if self.layout.data == 1:
             return
-        group = self.mesh.get_group("replica")
+        if not self.layout.exact:
+            self.add_up(tensors)
+            return
+        group, n = self.mesh.get_group("replica"), self.layout.data
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            n = self.layout.data
-            if not self.layout.exact:
-                dist.all_reduce(flat, group=group)
-            else:
-                own = -(-flat.numel() // n)
-                sent = torch.nn.functional.pad(flat.to(wire), (0, own * n - flat.numel()))
-                mine = tree_sum(exchanged(sent, group)).to(flat.dtype)
-                whole = torch.empty(own * n, dtype=flat.dtype, device=flat.device)
-                all_gather(whole, mine, group=group)
-                flat = whole[: flat.numel()]
-            for tensor, summed in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(summed.view_as(tensor))
+            own = -(-flat.numel() // n)
+            sent = torch.nn.functional.pad(flat.to(wire), (0, own * n - flat.numel()))
+            SENT["data"] += (n - 1) * own * sent.element_size()
+            mine = tree_sum(exchanged(sent, group)).to(flat.dtype)
+            _split(self.over_replicas(mine).view(-1)[: flat.numel()], bucket)
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace ``tensors`` by their sums over the replicas, in the order of torch's own all-reduce."""
+        n = self.layout.data
+        for bucket in buckets(tensors) if n > 1 else ():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=self.mesh.get_group("replica"))
+            SENT["data"] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
+            _split(flat, bucket)
+
+    def over_replicas(self, own: Tensor) -> Tensor:
+        """(replicas, n): ``own`` of each replica, of equal length."""
+        n = self.layout.data
+        if n == 1:
+            return own[None]
+        found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
+        all_gather(found, own, group=self.mesh.get_group("replica"))
+        SENT["data"] += (n - 1) * own.numel() * own.element_size()
+        return found.view(n, -1)
 
     def over_shards(self, flat: Tensor) -> Tensor:
         """(shard, n): ``flat`` of every rank of this replica, of equal length."""
@@ -341,6 +361,11 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
+
+
+def _split(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 @contextlib.contextmanager

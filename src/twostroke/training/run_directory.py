@@ -22,6 +22,17 @@ from twostroke.core.spec import ModelSpec
 from twostroke.training.retrying_file import RetryingFile
 
 FORMAT = 1
+CHANGE_WEIGHTS = (
+    "compress",
+    "compress_rank",
+    "error_feedback",
+    "outer_every",
+    "outer_learning_rate",
+    "outer_momentum",
+    "fragments",
+)
+"""Keys of ``[parallel]`` on which weights depend beyond the last bits."""
+
 CHANGEABLE = (
     "output",
     "data.workers",
@@ -34,7 +45,7 @@ CHANGEABLE = (
     "train.tensorboard",
     "train.sample_every",
     "train.sample_prompts",
-    *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelRecipe)),
+    *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelRecipe) if field.name not in CHANGE_WEIGHTS),
 )
 """Recipe keys that may differ when a run is resumed, because no weight depends on them. (The directory may have been moved.)
 The order of sums that ``[parallel]`` decides is in the run's environment, and a resume in another one is logged."""
@@ -181,11 +192,16 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def first_difference(stored: dict[str, Any], given: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """(key, stored value, given value) of the first recipe key that differs although it must not; None if all agree."""
-    before = dict(_flat(stored))
-    for key, value in _flat(given):
+    before = dict(_flat(_with_layout(stored)))
+    for key, value in _flat(_with_layout(given)):
         if key not in CHANGEABLE and before.get(key) != value:
             return key, before.get(key), value
     return None
+
+
+def _with_layout(recipe: dict[str, Any]) -> dict[str, Any]:
+    """``recipe`` with the defaults of ``[parallel]`` where it has none."""
+    return recipe if recipe.get("parallel") is not None else recipe | {"parallel": plain(ParallelRecipe())}
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:

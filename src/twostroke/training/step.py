@@ -137,14 +137,15 @@ class TrainStep:
             clock.lap("optimizer")
             return StepResult(loss, norm, n_valid, refused, by_part)
         # Clipping and the inverse loss scale are one factor, so that gradients are read and written once.
-        factor = min(1.0, self.clip_norm / norm) if norm > 0 else 1.0
+        own_norm = self.masters.norm_to_clip(norm)
+        factor = min(1.0, self.clip_norm / own_norm) if own_norm > 0 else 1.0
         if scaler is not None:
             factor /= scaler.scale
             scaler.count_good_step()
         if factor != 1.0:
             torch._foreach_mul_(list(self.masters.gradients.values()), factor)
         self.optimizers.step(learning_rate_factor)
-        self.masters.update_working_copy()
+        self.masters.took_step()
         load = None if self.experts is None else self.experts.update()
         clock.lap("optimizer")
         return StepResult(loss, norm, n_valid, block_grad_norms=by_part, expert_load=load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ class RowsPart:
 
     local: Tensor
     shape: tuple[int, ...]
+    is_of_replicas: ClassVar[bool] = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +86,7 @@ class CutPart:
 
     local: Tensor
     cut: Cut
+    is_of_replicas: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,6 +116,7 @@ class OwnedPart:
     owner: int
     dtype: torch.dtype
     device: torch.device
+    is_of_replicas: ClassVar[bool] = False
 
     def gather(self, ranks: Ranks) -> Tensor | None:
         if ranks.place == self.owner:
@@ -124,6 +128,29 @@ class OwnedPart:
             return None
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         dist.recv(whole, self.owner)
+        return whole
+
+
+@dataclass(frozen=True)
+class ReplicasPart:
+    """A tensor of each replica of one rank; ``shape`` is (replicas, …)."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    is_of_replicas: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    def gather(self, ranks: Ranks) -> Tensor | None:
+        if not ranks.is_first:
+            dist.send(self.local.contiguous(), 0)
+            return None
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
+        whole[0].copy_(self.local)
+        for replica in range(1, len(whole)):
+            dist.recv(whole[replica], replica)
         return whole
 
 

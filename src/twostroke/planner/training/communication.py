@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from twostroke.core.compressions import COMPRESSIONS, factored_elements
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import layer_kinds
+from twostroke.core.matrices import Matrix, block, layer_kinds
 from twostroke.core.named import largest, letter, named, records, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import network
@@ -174,7 +175,14 @@ def _waited_for(
 
 
 def across_data(
-    shape: TrainingShape, hardware: Hardware, layout: Layout, part: Held, n_layers: float, forward_s: float, backward_s: float
+    spec: ModelSpec,
+    shape: TrainingShape,
+    hardware: Hardware,
+    layout: Layout,
+    part: Held,
+    n_layers: float,
+    forward_s: float,
+    backward_s: float,
 ) -> list[Traffic]:
     """Gradients and weights between data-parallel ranks, with ``forward_s`` and ``backward_s`` of one micro-batch to hide in.
 
@@ -182,7 +190,8 @@ def across_data(
     does the same, but reduce-scatters in every micro-batch, since no rank keeps a whole gradient. ZeRO-3 all-gathers weights
     twice and reduce-scatters in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide behind the backward pass
     they follow, gathers behind the pass they serve. What is longer than that pass, and one burst, is exposed. The bandwidth of
-    memory that traffic takes from the products is not counted.
+    memory that traffic takes from the products is not counted. Replicas that train apart (``outer_every``) exchange what
+    changed in one burst, which nothing hides.
     """
     if layout.replicas == 1:
         return []
@@ -190,6 +199,11 @@ def across_data(
     held = gradient_bytes_per_parameter(shape.dtype, False, n_micro)
     if layout.zero == 3 and precision.master and hardware.accelerator:
         held = FP32  # FSDP2's trainers reduce in it, whatever backward leaves
+    way = COMPRESSIONS[shape.compress]
+    if way.name != "none":
+        held = way.bytes_per_element
+    elif shape.outer_every:
+        held = FP32
     gradient = letter("gradient", shape.gradient_bits / 8 or held)
     forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
     groups = [(_Group.of(layout, hardware, layout.replicas, layout.tensor, ""), part.trained, part.frozen_bytes)]
@@ -200,10 +214,13 @@ def across_data(
     for group, trained, frozen_bytes in groups:
         if group.ranks == 1:
             continue
-        gradients, weights = gradient * trained, precision.working * trained
+        sent = trained - (_left_out_by_factors(spec, shape.compress_rank) if way.low_rank else 0)
+        gradients, weights = gradient * sent, precision.working * trained
         buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
         gathered: Traffic | None = None
-        if layout.zero == 0:
+        if layout.zero == 0 and shape.outer_every:
+            reduced = group.all_reduced(gradients, buckets, 0.0, 1 / letter("H", shape.outer_every))
+        elif layout.zero == 0:
             reduced = group.all_reduced(gradients, buckets, backward_s)
         elif layout.zero < 3:
             reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
@@ -222,6 +239,15 @@ def across_data(
     return [traffic for traffic in found if traffic.sent_bytes]
 
 
+def _left_out_by_factors(spec: ModelSpec, rank: int) -> int:
+    """Elements of the matrices that are sent as two factors, less those of the factors."""
+    table = (spec.vocab_size, spec.departures.embedding_dim or spec.d_model)
+    shapes = [table] * (1 if spec.tied_embeddings else 2)
+    for layer in range(spec.n_layers):
+        shapes += [(m.rows, m.k) for m in block(spec, layer) if isinstance(m, Matrix)]
+    return sum(n * k - factors for n, k in shapes if (factors := factored_elements((n, k), rank)))
+
+
 @dataclass(frozen=True)
 class _Group:
     """Data-parallel ranks that hold the same parameters, and the link between them."""
@@ -236,10 +262,11 @@ class _Group:
         slows = letter("slows", COLLECTIVES_SLOW_BY) if hardware.accelerator else 0.0
         return cls(ranks, group_link(layout, hardware, ranks, stride), suffix, slows)
 
-    def all_reduced(self, whole: float, bursts: float, hidden_s: float) -> Traffic:
+    def all_reduced(self, whole: float, bursts: float, hidden_s: float, times: float = 1) -> Traffic:
         once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
         sent = network.all_reduce_sent_bytes(whole, self.ranks)
-        return self._traffic("all-reduce of gradients", whole, sent, once, bursts, 1, hidden_s, "backward")
+        what = "all-reduce of gradients" if times == 1 else "all-reduce of outer gradients"
+        return self._traffic(what, whole, sent, once, bursts, times, hidden_s, "backward")
 
     def scattered(self, whole: float, bursts: float, times: int, hidden_s: float) -> Traffic:
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
@@ -252,7 +279,7 @@ class _Group:
         return self._traffic("all-gather of weights", whole, sent, once, bursts, times, hidden_s, behind)
 
     def _traffic(
-        self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: int, hidden_s: float, behind: str
+        self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: float, hidden_s: float, behind: str
     ) -> Traffic:
         return Traffic(
             parallel="data",

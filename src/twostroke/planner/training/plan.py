@@ -285,7 +285,7 @@ def step_traffic(
     return shown_traffic(
         (
             *within_micro_batch(spec, shape, hardware, layout, time.stage),
-            *across_data(shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
+            *across_data(spec, shape, hardware, layout, part, time.stage.n_layers, forward_s, backward_s),
             *to_host(spec, shape, hardware, layout, time.stage, forward_s, backward_s),
         )
     )

@@ -55,6 +55,10 @@ class TrainingShape:
     offload_activations: Annotated[bool, "what layers keep for backward waits in the host's memory"] = False
     offload_optimizer: Annotated[bool, "masters and moments stay in the host's memory, whose processor updates them"] = False
     gradient_bits: Annotated[int, "bits in which a gradient is sent to other ranks; 0: as it is held"] = 0
+    compress: Annotated[str, "how gradients are sent to other replicas: none, bf16, fp16, int8, int4 or powersgd"] = "none"
+    compress_rank: Annotated[int, "rank of PowerSGD's factors"] = 4
+    residuals: Annotated[bool, "what compression left out is kept in fp32 for the next update"] = False
+    outer_every: Annotated[int, "updates that replicas make apart before they exchange them (DiLoCo); 0: none"] = 0
     sequence_ranks: Annotated[int, "ranks that share each sequence, where a rank is planned", LeftOut] = 1
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
     checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
@@ -156,6 +160,9 @@ class TrainingShape:
         shape = cls.from_settings(recipe.train, steps)
         n = layout_of(recipe.parallel).data if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
+        if (p := recipe.parallel) is not None:
+            shape = replace(shape, compress=p.compress, compress_rank=p.compress_rank)
+            shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every)
         if not recipe.trains_adapters:
             return shape
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)

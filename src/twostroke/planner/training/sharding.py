@@ -321,6 +321,10 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
     if shape.average:
         optimizer += FP32 * (part.trained + part.trained_experts)
+    if shape.outer_every:
+        optimizer += 2 * FP32 * part.trained  # outer weights and their momentum
+    if shape.residuals:
+        optimizer += FP32 * part.trained
     gradients = gradient * part.trained_of(gradient_ranks)
     if shape.optimizer_in_backward:
         gradients = smallest(gradients, gradient * largest(part.layer, part.ends))
@@ -338,7 +342,7 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
 _TERMS = {
     "weights": "the copy that forward and backward read, and masters; over the ranks that ZeRO divides them by",
     "gradients": "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads",
-    "optimizer": "moments as the optimizer keeps them, and a running average of the weights",
+    "optimizer": "moments as the optimizer keeps them; a running average of weights, outer weights, residuals of compression",
     "activations": "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
     "recomputed": "the one layer that is being computed again, beyond what was kept of it",
     "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",

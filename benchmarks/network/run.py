@@ -1,0 +1,223 @@
+"""What two ranks send in a step over a slow link, and how long it takes, by the way they send. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from twostroke.core.recipe import TrainRecipe, recipe_from_dict
+from twostroke.core.spec import ModelSpec
+from twostroke.data.prepare import prepare
+from twostroke.ledger.code_version import code_version
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import layout_of
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
+from twostroke.training.measurement import StepRecord
+from twostroke.training.ranks import joined
+from twostroke.training.start import train
+
+RANKS = 2
+WARM_UP = 2
+STEPS = 8
+NAMES = ("twostroke-rank-0", "twostroke-rank-1")
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+DEVICE = "veth"
+PORT = 29517
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32, exact": {},
+    "fp32": {"exact": False},
+    **{name: {"exact": False, "compress": name} for name in ("bf16", "int8", "int4", "powersgd")},
+    "DiLoCo, 8 steps": {"exact": False, "outer_every": STEPS},
+    "streaming, 2 fragments": {"exact": False, "outer_every": STEPS, "fragments": 2},
+    "streaming, int4": {"exact": False, "outer_every": STEPS, "fragments": 2, "compress": "int4"},
+}
+
+
+def recipe_of(folder: Path, parallel: dict[str, Any]) -> TrainRecipe:
+    """12.2M parameters: 6 × 384, vocabulary 4,096; two micro-batches a rank, so that sums are in fp32."""
+    return recipe_from_dict(
+        {
+            "output": str(folder),
+            "model": {"family": "llama", "n_layers": 6, "d_model": 384, "n_heads": 6, "d_ff": 1024},
+            "data": {"sources": ["stdlib"], "vocab_size": 4096},
+            "train": {"steps": WARM_UP + STEPS, "batch_size": 1, "sequence_length": 128, "grad_accumulation": 2 * RANKS}
+            | {"compile": False, "dtype": "fp32"},
+            "parallel": {"data": RANKS, "threads": 1} | parallel,
+        }
+    )
+
+
+# -- the link -------------------------------------------------------------------------------------------------------------
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+
+
+@contextlib.contextmanager
+def linked(mbit_per_s: float) -> Iterator[None]:
+    """Two network namespaces with a pair of veth devices between them, each side sending at most ``mbit_per_s`` (tbf)."""
+    _ip("ip", "netns", "add", NAMES[0])
+    try:
+        _ip("ip", "netns", "add", NAMES[1])
+        try:
+            _ip("ip", "link", "add", DEVICE, "netns", NAMES[0], "type", "veth", "peer", "name", DEVICE, "netns", NAMES[1])
+            for name, address in zip(NAMES, ADDRESSES, strict=True):
+                _ip("ip", "-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
+                for device in (DEVICE, "lo"):
+                    _ip("ip", "-n", name, "link", "set", device, "up")
+                rate = f"{mbit_per_s:g}mbit"
+                _ip(
+                    "tc",
+                    "-n",
+                    name,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    DEVICE,
+                    "root",
+                    "tbf",
+                    "rate",
+                    rate,
+                    "burst",
+                    "256kb",
+                    "latency",
+                    "50ms",
+                )
+            yield
+        finally:
+            _ip("ip", "netns", "del", NAMES[1])
+    finally:
+        _ip("ip", "netns", "del", NAMES[0])
+
+
+def measured(folder: Path, way: str, linked_by: str | None) -> list[dict[str, float]]:
+    """Of each step after the warm-up: bytes on the wire of the first rank (nan on loopback), counted bytes, and seconds."""
+    recipe = folder / "way.json"
+    recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way]}))
+    processes = []
+    for rank in range(RANKS):
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": ADDRESSES[0] if linked_by else "127.0.0.1", "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home"),
+        }  # fmt: skip
+        inside = ["ip", "netns", "exec", NAMES[rank]] if linked_by else []
+        words = [*inside, sys.executable, __file__, "--as-rank", str(recipe)]
+        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+    said = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise SystemExit(f"{way}: a rank ended with {process.returncode}:\n{errors[-2000:]}")
+    steps: list[dict[str, float]] = json.loads(said[0][0].splitlines()[-1])
+    return steps[WARM_UP:]
+
+
+def as_rank(file: Path) -> None:
+    table = json.loads(file.read_text())
+    counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
+    on_loopback = os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    steps: list[dict[str, float]] = []
+    last = [int(counter.read_text())]
+
+    def after(record: StepRecord, eta_s: float) -> None:
+        now = int(counter.read_text())
+        wire = float("nan") if on_loopback else now - last[0]
+        steps.append({"wire_bytes": wire, "sent_bytes": record.sent_bytes, "step_time_s": record.step_time_s})
+        last[0] = now
+
+    with joined() as ranks:
+        train(recipe_of(Path(table["output"]), table["parallel"]), ranks=ranks, on_step=after)
+    print(json.dumps(steps))
+
+
+def planned_bytes(recipe: TrainRecipe, spec: ModelSpec) -> float:
+    """Bytes that a rank sends in a step; of any machine, because they do not depend on it."""
+    shape = TrainingShape.from_recipe(recipe)
+    plan = plan_training(spec, shape, load_hardware("h100-sxm", "train"), layout_of(recipe.parallel))
+    return sum(traffic.sent_bytes for traffic in plan.traffic)
+
+
+def row_of(folder: Path, way: str, linked_by: str | None) -> dict[str, Any]:
+    steps = measured(folder, way, linked_by)
+    run = folder / way.replace(" ", "-")
+    spec = ModelSpec.from_dict(json.loads((run / "recipe.json").read_text())["resolved"]["spec"])
+    mean = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
+    losses = [json.loads(line)["loss"] for line in (run / "log.jsonl").read_text().splitlines()]
+    return {"way": way, "planned_bytes": planned_bytes(recipe_of(run, WAYS[way]), spec), "last_loss": losses[-1]} | mean
+
+
+def summary(results: dict[str, Any]) -> str:
+    lines = [f"{results['machine']}, torch {results['torch']}, Twostroke {results['twostroke']}, {results['link']}"]
+    for rate, rows in results["rates"].items():
+        per_s = float(rate) * 1e6 / 8
+        lines += [
+            "",
+            f"{rate} Mbit/s:",
+            "",
+            "| way | planned MB a step | counted | on the wire | wire ÷ plan | link alone s | step s |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['way']} | {r['planned_bytes'] / 1e6:.2f} | {r['sent_bytes'] / 1e6:.2f} | {r['wire_bytes'] / 1e6:.2f} "
+            f"| {r['wire_bytes'] / r['planned_bytes']:.4f} | {r['planned_bytes'] / per_s:.3f} | {r['step_time_s']:.3f} |"
+            for r in rows
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[1000.0, 100.0])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--loopback", action="store_true", help="without root: counted bytes alone, no shaped link")
+    arguments = parser.parse_args()
+    if arguments.as_rank:
+        as_rank(arguments.as_rank)
+        return
+    if arguments.out is None:
+        parser.error("--out is missing")
+    rates: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(recipe_of(folder, {}).data)
+        for rate in arguments.mbit:
+            with contextlib.nullcontext() if arguments.loopback else linked(rate):
+                each = folder / f"{rate:g}"
+                each.mkdir()
+                linked_by = None if arguments.loopback else DEVICE
+                rates[f"{rate:g}"] = [row_of(each, way, linked_by) for way in arguments.ways]
+    results = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "twostroke": code_version(),
+        "link": "loopback, nothing shaped" if arguments.loopback else "two network namespaces, veth, tbf",
+        "ways": WAYS,
+        "rates": rates,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+    (arguments.out / "summary.md").write_text(summary(results))
+    print(summary(results))
+
+
+if __name__ == "__main__":
+    main()

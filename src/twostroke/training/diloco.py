@@ -1,0 +1,155 @@
+"""DiLoCo: replicas train by themselves, and exchange what H steps changed (Douillard et al. 2023, arXiv 2311.08105).
+
+Each replica has masters and an optimizer of its own, the inner ones. All have the same outer weights θ and an outer momentum v.
+After H steps, with Δ = mean over replicas of θ − θᵢ,
+
+    v ← μ·v + Δ        θ ← θ − η·(Δ + μ·v)        θᵢ ← θ
+
+which is SGD with Nesterov's momentum as torch has it; η = 0.7 and μ = 0.9 are the paper's (section 3). Inner optimizers keep
+their state. In ``fragments``, as in streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), parts of the model take turns:
+each is exchanged every H steps, H/fragments steps after the one before, so that a burst is that much smaller. Its overlap of
+sending with computing is not here. ``parallel.compress`` sends Δ in fewer bits and keeps what rounding left out.
+
+A checkpoint's weights are θ. What each replica has of its own is beside the optimizer's state. After the last step all is
+exchanged. Held against the formulas in float64 in tests/training/test_diloco.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twostroke.core.errors import InputError
+from twostroke.training.ranked_masters import OPTIMIZER, SummedMasters
+from twostroke.training.ranks import Part, Ranks
+from twostroke.training.step import part_of
+from twostroke.training.whole import ReplicasPart, Whole
+
+INNER, MOMENTUM, SINCE = "inner::", "outer_momentum::", "outer::since"
+
+
+class LocalMasters(SummedMasters):
+    """The masters of a replica that trains by itself between exchanges."""
+
+    def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        super().__init__(decoder, dtype, stored, ranks)
+        layout = ranks.layout
+        self.outer = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self._momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self._fragments = fragments_of(self.shapes, layout.fragments)
+        # Steps since the last exchange of each fragment. Beginning apart, they stay apart.
+        self._since = [number * layout.outer_every // layout.fragments for number in range(layout.fragments)]
+        self._own_share = 1.0
+
+    def _over_replicas(self, totals: list[Tensor], wire: torch.dtype) -> None:
+        """Replicas keep their gradients to themselves."""
+
+    def _norms(self) -> Tensor:
+        """√(mean over replicas of ‖gradient‖²) of each gradient: all replicas decide by the same numbers about a step."""
+        own = super()._norms()
+        squares = torch.tensor(self.ranks.numbers(own.double().square().tolist()), dtype=torch.float64)
+        shared = squares.mean(0).sqrt()
+        total = float(torch.linalg.vector_norm(shared))
+        self._own_share = float(torch.linalg.vector_norm(own.double().cpu())) / total if total > 0 else 1.0
+        return shared.float().to(own.device)
+
+    def norm_to_clip(self, norm: float) -> float:
+        return norm * self._own_share
+
+    def took_step(self) -> None:
+        every = self.ranks.layout.outer_every
+        self._since = [steps + 1 for steps in self._since]
+        self._exchange([number for number, steps in enumerate(self._since) if steps >= every])
+        self.update_working_copy()
+
+    def finish_run(self) -> None:
+        self._exchange([number for number, steps in enumerate(self._since) if steps])
+        self.update_working_copy()
+
+    @torch.no_grad()
+    def _exchange(self, numbers: list[int]) -> None:
+        """One outer step of the fragments ``numbers``."""
+        names = [name for number in numbers for name in self._fragments[number]]
+        for number in numbers:
+            self._since[number] = 0
+        if not names:
+            return
+        layout = self.ranks.layout
+        deltas = {name: self.outer[name] - self.weights[name] for name in names}
+        if self.compressed is None:
+            self.ranks.add_up(list(deltas.values()))
+        else:
+            self.compressed.sum(deltas)
+            self.compressed.accept()
+        for name, delta in deltas.items():
+            delta /= layout.data
+            momentum = self._momentum[name].mul_(layout.outer_momentum).add_(delta)
+            self.outer[name].sub_(delta.add_(momentum, alpha=layout.outer_momentum), alpha=layout.outer_learning_rate)
+            self.weights[name].copy_(self.outer[name])
+
+    @property
+    def exchange_bytes(self) -> int:
+        kept = (*self.outer.values(), *self._momentum.values())
+        return super().exchange_bytes + sum(t.numel() * t.element_size() for t in kept)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        super().load(weights)
+        for name, outer in self.outer.items():
+            outer.copy_(self.weights[name])
+
+    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self.outer | dict(extra)
+
+    def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        own = {f"{INNER}{name}": weight for name, weight in self.weights.items()} | dict(state)
+        found: dict[str, Tensor | Part] = {
+            key: ReplicasPart(value, (self.ranks.layout.data, *value.shape)) if value.dim() else value
+            for key, value in own.items()
+        }
+        found |= {f"{MOMENTUM}{name}": momentum for name, momentum in self._momentum.items()}
+        if self.compressed is not None:
+            found |= self.compressed.state(list(self.weights), self.shapes)
+        found[SINCE] = torch.tensor(self._since, dtype=torch.int64)
+        return Whole(self.ranks, found, OPTIMIZER)
+
+    @torch.no_grad()
+    def own_state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        n = self.ranks.layout.data
+        saved = len(next(value for key, value in state.items() if key.startswith(INNER)))
+        if saved != n:
+            raise InputError(
+                f"the checkpoint is of {saved} replicas that train apart (parallel.outer_every), and {n} resume. Start {saved} "
+                "ranks."
+            )
+        self._since = state[SINCE].tolist()
+        found = {}
+        for key, value in super().own_state(state).items():
+            if key.startswith(INNER):
+                self.weights[key.removeprefix(INNER)].copy_(value[self.ranks.replica])
+            elif key.startswith(MOMENTUM):
+                self._momentum[key.removeprefix(MOMENTUM)].copy_(value)
+            elif key != SINCE:
+                found[key] = value[self.ranks.replica] if value.dim() else value
+        self.update_working_copy()
+        return found
+
+
+def fragments_of(shapes: Mapping[str, tuple[int, ...]], n: int) -> list[list[str]]:
+    """Names of the weights in each of ``n`` fragments: whole blocks, embedding and head, each to the fragment that has fewest
+    elements until then."""
+    parts: dict[str, list[str]] = {}
+    for name in shapes:
+        parts.setdefault(part_of(name), []).append(name)
+    found: list[list[str]] = [[] for _ in range(n)]
+    sizes = [0] * n
+    for names in parts.values():
+        least = sizes.index(min(sizes))
+        found[least] += names
+        sizes[least] += sum(torch.Size(shapes[name]).numel() for name in names)
+    return found
