@@ -19,7 +19,11 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
     layout = ranks.layout
     if layout.shard > 1:
         return ShardedMasters(decoder, computed, ranks)
-    kinds = {PipelineMasters: layout.pipeline > 1, TensorMasters: layout.tensor > 1, ExpertMasters: layout.expert > 1}
-    kinds[LocalMasters] = layout.outer_every > 0
-    kind = next((kind for kind, asked in kinds.items() if asked), SummedMasters)
+    kinds: list[tuple[bool, type[PipelineMasters | TensorMasters | ExpertMasters | LocalMasters]]] = [
+        (layout.pipeline > 1, PipelineMasters),
+        (layout.tensor > 1, TensorMasters),
+        (layout.expert > 1, ExpertMasters),
+        (layout.outer_every > 0, LocalMasters),
+    ]
+    kind = next((kind for asked, kind in kinds if asked), SummedMasters)
     return kind(decoder, computed, stored, ranks)
