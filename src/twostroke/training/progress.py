@@ -169,7 +169,7 @@ class Progress:
                 self._wait(-1)
                 self.waited_s += time.perf_counter() - began
 
-        Work.wait = timed  # type: ignore[method-assign]
+        Work.wait = timed  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
