@@ -43,6 +43,9 @@ MIXTRAL = {"family": "mixtral", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_f
 QWEN3_MOE = {"family": "qwen3_moe", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 32, "n_experts": 8, "top_k": 3}
 
 
+COMPILED = (pytest.mark.soak, pytest.mark.filterwarnings("ignore"))  # torch's compiler warns of torch
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "n", "parallel", "limits"),
     [
@@ -56,8 +59,9 @@ QWEN3_MOE = {"family": "qwen3_moe", "n_layers": 2, "d_model": 32, "n_heads": 2, 
         ),
         (MIXTRAL, {"steps": 8, "optimizer": "muon", "ema_decay": 0.9}, 4, {"expert": 4}, (1e-4, 2e-2)),
         (MIXTRAL, {"steps": 8, "dtype": "bf16"}, 2, {"expert": 2}, (5e-3, 5e-2)),
+        pytest.param(MIXTRAL, {"steps": 3, "compile": True}, 2, {"expert": 2}, (1e-5, 1e-4), marks=COMPILED),
     ],
-    ids=["mixtral", "qwen3-data", "muon-4", "bf16"],
+    ids=["mixtral", "qwen3-data", "muon-4", "bf16", "compiled"],
 )
 def test_a_run_on_several_ranks_is_close_to_one(
     make_recipe: Any, runner: RankRunner, model: Any, settings: Any, n: int, parallel: Any, limits: tuple[float, float]
