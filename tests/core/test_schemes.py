@@ -60,10 +60,10 @@ def test_a_block_of_ggufs_takes_the_bits_that_ggml_gives_it(name: str, bits: flo
     assert 8 * SCHEMES[name].matrix_bytes(64, 1024) / (64 * 1024) == bits
 
 
-def test_at_most_twelve_files_name_a_quantised_scheme() -> None:
+def test_at_most_fourteen_files_name_a_quantised_scheme() -> None:
     """Docstrings, the claims of other papers and other tools' formats apart. A new scheme is a row, and what makes its codes
     or tells it from a checkpoint's config. Five files of training name types of products that are called as schemes are, fp8
-    and nvfp4."""
+    and nvfp4, and two ways to send gradients, int8 and int4."""
     name = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, QUANTISED))})(?![\w-])")
     found = set()
     for file in SOURCE.rglob("*.py"):
@@ -74,4 +74,4 @@ def test_at_most_twelve_files_name_a_quantised_scheme() -> None:
         texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in prose)
         if any(isinstance(text, str) and name.search(text) for text in texts):
             found.add(str(file.relative_to(SOURCE)))
-    assert len(found) <= 12, sorted(found)
+    assert len(found) <= 14, sorted(found)

@@ -20,7 +20,7 @@ from twostroke.training.start import train
 
 OF_THE_CLOCK = {
     "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "data_s",
-    "elapsed_s", "data_wait_share", "warm_up", "rank_compute_s", "rank_waiting_s", "straggler_ratio",
+    "elapsed_s", "sent_bytes", "data_wait_share", "warm_up", "rank_compute_s", "rank_waiting_s", "straggler_ratio",
 }  # fmt: skip
 """Keys of a log line that say when and where a step was done; all others must be equal."""
 
