@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twostroke.core.compressions import BLOCK, Compression, factored_elements
 from twostroke.core.errors import CorruptFileError
-from twostroke.training.ranks import SENT, Ranks, buckets, exchanged
+from twostroke.training.ranks import Ranks, buckets, exchanged
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import ReplicasPart
 
@@ -161,8 +161,7 @@ class CodedSums(CompressedSums):
     def _exchanged(self, messages: Tensor) -> Tensor:
         if self._ranks.layout.data == 1:
             return messages
-        SENT["data"] += messages[1:].numel()
-        return torch.stack(exchanged(messages, self._ranks.mesh.get_group("replica")))
+        return torch.stack(exchanged(messages, self._ranks.mesh.get_group("replica"), "data"))
 
     def _keep(self, names: Sequence[str], tensors: Mapping[str, Tensor], left: Tensor) -> None:
         for name, part in zip(names, left.split([tensors[name].numel() for name in names]), strict=True):

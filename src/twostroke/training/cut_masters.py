@@ -11,9 +11,8 @@ from torch import Tensor
 from twostroke.model.decoder import Decoder
 from twostroke.training.expert_parallel import expert_cuts, share_experts
 from twostroke.training.ranked_masters import DividedMasters, row_norms
-from twostroke.training.ranks import Part, Ranks, all_gather, sum_over
+from twostroke.training.ranks import Part, Ranks, gathered, sum_over
 from twostroke.training.tensor_parallel import cut_decoder, cuts
-from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import Cut, CutPart
 
 
@@ -23,15 +22,24 @@ class CutMasters(DividedMasters):
     Each rank has a part of a whole one's gradient. These are added up in one order, so that their updates are the same on all.
     """
 
-    def __init__(
-        self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks, cut: Mapping[str, Cut], kind: str
-    ) -> None:
-        self._cuts, self._kind = cut, kind
+    kind: str
+    """Of parallelism: the name of the ranks that share."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        self._cuts = self._cut(decoder, ranks)
         super().__init__(decoder, dtype, stored, ranks)
+
+    def _cut(self, decoder: Decoder, ranks: Ranks) -> Mapping[str, Cut]:
+        """Leave this rank's pieces in ``decoder``; how each was cut."""
+        raise NotImplementedError
+
+    def _complete_gradients(self) -> None:
+        sum_over(self.kind, [gradient for name, gradient in self.gradients.items() if name not in self._cuts], self.ranks)
 
     @property
     def group(self) -> Any:
-        return self.ranks.mesh.get_group(self._kind)
+        return self.ranks.mesh.get_group(self.kind)
 
     @property
     def _n(self) -> int:
@@ -45,13 +53,7 @@ class CutMasters(DividedMasters):
                 for name, gradient in self.gradients.items()
             ]
         )
-        return self._over_ranks(squares).sum(dim=0).sqrt().float()
-
-    def _over_ranks(self, own: Tensor) -> Tensor:
-        """(n, …): ``own`` of each rank of the replica."""
-        found = own.new_empty(self._n * own.numel())
-        all_gather(found, own, group=self.group)
-        return found.view(self._n, *own.shape)
+        return gathered(squares, self.group).sum(dim=0).sqrt().float()
 
     def is_piece(self, name: str) -> bool:
         return name in self._cuts
@@ -74,25 +76,18 @@ class CutMasters(DividedMasters):
 class TensorMasters(CutMasters):
     """Those of tensor parallel. What is whole is multiplied with a part of the sequence or of the heads on each rank."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-        cut_decoder(decoder, ranks)
-        super().__init__(decoder, dtype, stored, ranks, cuts(decoder.spec), "tensor")
+    kind = "tensor"
 
-    def _complete_gradients(self) -> None:
-        partial = [gradient for name, gradient in self.gradients.items() if name not in self._cuts]
-        summed = tree_sum(list(self._over_ranks(torch.cat([gradient.reshape(-1) for gradient in partial]))))
-        for gradient, part in zip(partial, summed.split([g.numel() for g in partial]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    def _cut(self, decoder: Decoder, ranks: Ranks) -> Mapping[str, Cut]:
+        cut_decoder(decoder, ranks)
+        return cuts(decoder.spec)
 
 
 class ExpertMasters(CutMasters):
     """Those of expert parallel. An expert's rows of all ranks were where it is; the rest had a rank's own micro-batches."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-        share_experts(decoder, ranks)
-        super().__init__(decoder, dtype, stored, ranks, expert_cuts(decoder.spec), "expert")
+    kind = "expert"
 
-    def _complete_gradients(self) -> None:
-        sum_over("expert", [gradient for name, gradient in self.gradients.items() if name not in self._cuts], self.ranks)
+    def _cut(self, decoder: Decoder, ranks: Ranks) -> Mapping[str, Cut]:
+        share_experts(decoder, ranks)
+        return expert_cuts(decoder.spec)

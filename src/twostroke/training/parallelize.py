@@ -69,20 +69,14 @@ class OrderedReduceScatter:
         if self._way.name != "none":
             pieces = input_tensor.float().view(n, -1)
             padded = nn.functional.pad(pieces, (0, -pieces.shape[1] % self._way.multiple))
-            received = decoded(torch.stack(_exchanged(encoded(padded, self._way), group)), self._way)
+            received = decoded(torch.stack(exchanged(encoded(padded, self._way), group, "data")), self._way)
             output_tensor.copy_(tree_sum(list(received[:, : pieces.shape[1]].contiguous())))
         elif self._exact:
-            output_tensor.copy_(tree_sum(_exchanged(input_tensor.to(self._wire), group)))
+            output_tensor.copy_(tree_sum(exchanged(input_tensor.to(self._wire), group, "data")))
         else:
             reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
             SENT["data"] += (n - 1) * input_tensor.numel() * input_tensor.element_size() // n
         return None
-
-
-def _exchanged(sent: Tensor, group: Any) -> list[Tensor]:
-    n = dist.get_world_size(group)
-    SENT["data"] += (n - 1) * sent.numel() * sent.element_size() // n
-    return exchanged(sent, group)
 
 
 class CountedAllGather:

@@ -3,7 +3,7 @@ their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twostroke.model.decoder import Decoder
-from twostroke.training.ranked_masters import OPTIMIZER, WEIGHTS, DividedMasters
+from twostroke.training.ranked_masters import OPTIMIZER, DividedMasters
 from twostroke.training.ranks import Part, Ranks
 from twostroke.training.stages import stage_of
 from twostroke.training.whole import OwnedPart, Whole
@@ -111,26 +111,11 @@ class PipelineMasters(DividedMasters):
     def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
         return whole
 
-    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        return pieces[self._stage_of[name]]
-
-    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        return self._shapes[name] if self._stage_of[name] == rank else (0,)
-
-    def part(self, name: str, local: Tensor | None) -> Tensor | Part:
-        return OwnedPart(local, self._shapes[name], self._stage_of[name], self.stored, self._embed.device)
-
-    def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        parts = {name: self.part(name, self.weights.get(name)) for name in self._shapes}
-        return Whole(self.ranks, parts | dict(extra), WEIGHTS)
-
-    def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        device = self._embed.device
-        parts: dict[str, Tensor | Part] = {
-            name: OwnedPart(averages.get(name), shape, self._stage_of[name], torch.float32, device)
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Part]:
+        return {
+            name: OwnedPart(tensors.get(name), shape, self._stage_of[name], self.stored, self._embed.device)
             for name, shape in self._shapes.items()
         }
-        return Whole(self.ranks, parts | dict(extra), f"{OPTIMIZER}ema::")
 
     def saw_state(self, state: Mapping[str, Tensor]) -> None:
         """Learn what state the other stages have. All ranks call it together."""
@@ -151,12 +136,6 @@ class PipelineMasters(DividedMasters):
             else:
                 parts[name] = OwnedPart(state.get(name), row.shape, row.holders[0], row.dtype, self._embed.device)
         return Whole(self.ranks, parts, OPTIMIZER)
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(weights[name])
-        self.update_working_copy()
 
     def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: value for key, value in state.items() if self._holds(key)}

@@ -151,12 +151,15 @@ class DividedMasters(SummedMasters):
         self.update_working_copy()
 
     def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        parts = {name: self.part(name, weight) for name, weight in self.weights.items()}
-        return Whole(self.ranks, parts | dict(extra), WEIGHTS)
+        return Whole(self.ranks, self._parts(self.weights) | dict(extra), WEIGHTS)
 
     def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        parts = {name: self.part(name, average) for name, average in averages.items()}
-        return Whole(self.ranks, parts | dict(extra), f"{OPTIMIZER}ema::")  # as the optimizer's state names them
+        as_in_state = f"{OPTIMIZER}ema::"
+        return Whole(self.ranks, self._parts(averages) | dict(extra), as_in_state)
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Part]:
+        """Of each master the whole of which ``tensors`` has this rank's piece."""
+        return {name: self.part(name, tensor) for name, tensor in tensors.items()}
 
     def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
         parts: dict[str, Tensor | Part] = {}

@@ -37,14 +37,9 @@ class RankedStep(TrainStep):
     def _window(
         self, batches: Sequence[Batch], n_valid: int, clock: StepClock, abandon: Callable[[], bool]
     ) -> tuple[float, Tensor]:
-        scaler = self.optimizers.loss_scale
-        loss_scale = 1.0 if scaler is None else scaler.scale
-        share = 1.0 / max(1, n_valid)
+        loss_scale, share = self._begin_window(), 1.0 / max(1, n_valid)
         # Replicas that train apart take the mean over their own tokens.
         n_own = sum(batch.n_valid for batch in batches) if self.ranks.layout.outer_every else n_valid
-        self.masters.zero_gradients()
-        if self.experts is not None:
-            self.experts.begin_window()
         seed = int(torch.randint(2**62, ()))  # the same on all ranks, whose generators are in one state between steps
         state = torch.get_rng_state()
         numbers = self.ranks.micro_batches(len(batches) * self.ranks.n_readers)

@@ -278,14 +278,7 @@ class Ranks:
         if not self.layout.exact:
             self.add_up(tensors)
             return
-        group, n = self.mesh.get_group("replica"), self.layout.data
-        for bucket in buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            own = -(-flat.numel() // n)
-            sent = torch.nn.functional.pad(flat.to(wire), (0, own * n - flat.numel()))
-            SENT["data"] += (n - 1) * own * sent.element_size()
-            mine = tree_sum(exchanged(sent, group)).to(flat.dtype)
-            _split(self.over_replicas(mine).view(-1)[: flat.numel()], bucket)
+        _sum_in_order(tensors, self.mesh.get_group("replica"), "data", wire)
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -299,21 +292,11 @@ class Ranks:
 
     def over_replicas(self, own: Tensor) -> Tensor:
         """(replicas, n): ``own`` of each replica, of equal length."""
-        n = self.layout.data
-        if n == 1:
-            return own[None]
-        found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
-        all_gather(found, own, group=self.mesh.get_group("replica"))
-        SENT["data"] += (n - 1) * own.numel() * own.element_size()
-        return found.view(n, -1)
+        return own[None] if self.layout.data == 1 else gathered(own, self.mesh.get_group("replica"), "data")
 
     def over_shards(self, flat: Tensor) -> Tensor:
         """(shard, n): ``flat`` of every rank of this replica, of equal length."""
-        if self.layout.shard == 1:
-            return flat[None]
-        found = torch.empty(self.layout.shard * flat.numel(), dtype=flat.dtype, device=flat.device)
-        all_gather(found, flat, group=self.mesh.get_group("shard"))
-        return found.view(self.layout.shard, -1)
+        return flat[None] if self.layout.shard == 1 else gathered(flat, self.mesh.get_group("shard"))
 
     def sum_counts(self, tensors: Sequence[Tensor]) -> None:
         """Replace ``tensors`` of counts, whose sums are exact in any order, by their sums over all ranks."""
@@ -327,28 +310,42 @@ ALONE = Ranks()
 ALONE.is_alone = True
 
 
-def exchanged(sent: Tensor, group: Any) -> list[Tensor]:
-    """Of n equal pieces of ``sent`` the i-th goes to rank i of ``group``; those that came from its ranks, in their order."""
+def exchanged(sent: Tensor, group: Any, kind: str) -> list[Tensor]:
+    """Of n equal pieces of ``sent`` the i-th goes to rank i of ``group``; those that came from its ranks, in their order. What
+    goes to others is counted as ``kind``."""
     n = dist.get_world_size(group)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
+    SENT[kind] += (n - 1) * sent.numel() * sent.element_size() // n
     return list(received.view(n, -1))
+
+
+def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
+    """(ranks, n): ``own`` of each rank of ``group``, of equal length, counted as ``kind`` if that is given."""
+    n = dist.get_world_size(group)
+    found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
+    all_gather(found, own.contiguous(), group=group)
+    if kind is not None:
+        SENT[kind] += (n - 1) * own.numel() * own.element_size()
+    return found.view(n, -1)
 
 
 @torch.no_grad()
 def sum_over(kind: str, gradients: list[Tensor], ranks: Ranks) -> None:
     """Replace ``gradients``, each rank's part of them, by their sums over the ranks of ``kind``, in one order."""
-    group = ranks.mesh.get_group(kind)
+    _sum_in_order(gradients, ranks.mesh.get_group(kind), "gradients")
+
+
+def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None = None) -> None:
+    """Replace ``tensors`` by their sums over ``group``, sent as ``wire``, by default as they are: each rank adds up a piece in
+    the tree's order, and all get it."""
     n = dist.get_world_size(group)
-    for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        each = -(-flat.numel() // n)
-        mine = tree_sum(exchanged(torch.nn.functional.pad(flat, (0, each * n - flat.numel())), group)).to(flat.dtype)
-        whole = torch.empty(each * n, dtype=flat.dtype, device=flat.device)
-        all_gather(whole, mine.contiguous(), group=group)
-        SENT["gradients"] += 2 * (n - 1) * mine.numel() * mine.element_size()
-        for gradient, summed in zip(bucket, whole[: flat.numel()].split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        own = -(-flat.numel() // n)
+        sent = torch.nn.functional.pad(flat.to(wire or flat.dtype), (0, own * n - flat.numel()))
+        mine = tree_sum(exchanged(sent, group, kind)).to(flat.dtype)
+        _split(gathered(mine, group, kind).view(-1)[: flat.numel()], bucket)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

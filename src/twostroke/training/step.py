@@ -159,12 +159,7 @@ class TrainStep:
     ) -> tuple[float, Tensor]:
         """(loss of the window in nats per valid token, norm of each gradient). The gradients stay in the masters, multiplied by
         the loss scale."""
-        scaler = self.optimizers.loss_scale
-        loss_scale = 1.0 if scaler is None else scaler.scale
-        share = 1.0 / max(1, n_valid)
-        self.masters.zero_gradients()
-        if self.experts is not None:
-            self.experts.begin_window()
+        loss_scale, share = self._begin_window(), 1.0 / max(1, n_valid)
         total = torch.zeros((), dtype=torch.float32, device=self.device)  # on the device: reading it would wait for each part
         for number, batch in enumerate(batches):
             if number and abandon():  # before the first micro-batch the loop has just asked
@@ -174,6 +169,14 @@ class TrainStep:
                 self.masters.accumulate()
             clock.lap("optimizer")
         return total.item() * share, self.masters.finish_window() / loss_scale
+
+    def _begin_window(self) -> float:
+        """Drop what the last window left. Returns the loss scale of this one."""
+        self.masters.zero_gradients()
+        if self.experts is not None:
+            self.experts.begin_window()
+        scaler = self.optimizers.loss_scale
+        return 1.0 if scaler is None else scaler.scale
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Split a micro-batch into passes of ``policy.rows_at_once`` rows. On a CPU the activations of 2,048 tokens stay in the

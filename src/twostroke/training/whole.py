@@ -20,16 +20,22 @@ def rows_of(n_rows: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class RowsPart:
-    """The rows of a tensor of ``shape`` that a rank of a replica holds."""
+class _Held:
+    """What this rank holds of a tensor."""
 
     local: Tensor
-    shape: tuple[int, ...]
     is_of_replicas: ClassVar[bool] = False
 
     @property
     def dtype(self) -> torch.dtype:
         return self.local.dtype
+
+
+@dataclass(frozen=True)
+class RowsPart(_Held):
+    """The rows of a tensor of ``shape`` that a rank of a replica holds."""
+
+    shape: tuple[int, ...]
 
     def gather(self, ranks: Ranks) -> Tensor | None:
         n = ranks.layout.shard
@@ -81,20 +87,14 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class CutPart:
+class CutPart(_Held):
     """The piece ``local`` of a tensor that ranks of a replica hold by ``cut``."""
 
-    local: Tensor
     cut: Cut
-    is_of_replicas: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.cut.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
 
     def gather(self, ranks: Ranks) -> Tensor | None:
         if not ranks.is_first:
@@ -132,16 +132,11 @@ class OwnedPart:
 
 
 @dataclass(frozen=True)
-class ReplicasPart:
+class ReplicasPart(_Held):
     """A tensor of each replica of one rank; ``shape`` is (replicas, …)."""
 
-    local: Tensor
     shape: tuple[int, ...]
     is_of_replicas: ClassVar[bool] = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
 
     def gather(self, ranks: Ranks) -> Tensor | None:
         if not ranks.is_first:
