@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranked import RankRunner
 
 from twostroke.core.profile import BandwidthPoint, MachineProfile, MatmulPoint, read_fingerprint, save_profile
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
@@ -86,3 +87,8 @@ def profile() -> MachineProfile:
     )
     save_profile(made)
     return made
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
+    return RankRunner(tmp_path_factory.mktemp("ledger"))

@@ -1,7 +1,8 @@
-"""Runs of several ranks, in processes that are forked warm, one thread each."""
+"""Runs of several ranks, in processes that are forked warm, one thread each, and what they are held against."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -11,8 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
+from twostroke.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from twostroke.training.start import train
 
 JOIN_S = 100.0
@@ -24,8 +29,6 @@ Prepare = Callable[[int], None]
 def _rank(
     work: Callable[..., Any], arguments: tuple[Any, ...], rank: int, n: int, port: int, answers: Any, folder: str
 ) -> None:
-    import torch
-
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n),
@@ -95,3 +98,47 @@ def values_of(directory: Path) -> list[tuple[Any, ...]]:
     names = ("step", "loss", "grad_norm", "block_grad_norms", "tokens", "epoch", "skipped")
     lines = (directory / "log.jsonl").read_text().splitlines()
     return [tuple(json.loads(line).get(name) for name in names) for line in lines]
+
+
+def laid_out(recipe: TrainRecipe, name: str, **parallel: Any) -> TrainRecipe:
+    return dataclasses.replace(recipe, output=f"{recipe.output}-{name}", parallel=ParallelRecipe(**parallel))
+
+
+def last_checkpoint(recipe: TrainRecipe) -> Checkpoint:
+    return load_checkpoint(list_checkpoints(Path(recipe.output) / "checkpoints")[-1][1])
+
+
+def end_of(recipe: TrainRecipe) -> tuple[Any, ...]:
+    """Everything that a run leaves that must not depend on its layout."""
+    end = last_checkpoint(recipe)
+    state = {k: v for k, v in end.state.items() if k != "elapsed_s"}
+    tensors = [(name, t.dtype, t.numpy().tobytes() if t.dtype != torch.bfloat16 else t.float().numpy().tobytes())
+               for part in (end.weights, end.optimizer) for name, t in sorted(part.items())]  # fmt: skip
+    return tensors, state, values_of(Path(recipe.output))
+
+
+def furthest(found: TrainRecipe, wanted: TrainRecipe) -> tuple[float, float]:
+    """The largest relative difference of a step's loss, and of a weight by its tensor's norm."""
+    losses = [values_of(Path(recipe.output)) for recipe in (found, wanted)]
+    loss = max(abs(a[1] - b[1]) / b[1] for a, b in zip(*losses, strict=True))
+    ends = last_checkpoint(found).weights, last_checkpoint(wanted).weights
+    assert ends[0].keys() == ends[1].keys()
+    weight = max(float((ends[0][name] - w).norm() / w.norm().clamp_min(1e-3)) for name, w in ends[1].items())
+    return loss, weight
+
+
+def assert_bits_of_one_rank(runner: RankRunner, recipe: TrainRecipe, layouts: list[tuple[int, dict[str, Any]]]) -> None:
+    """Ranks of each of ``layouts`` leave what one rank leaves, and the same model file."""
+    torch.set_num_threads(1)
+    alone = laid_out(recipe, "alone")
+    train(alone)
+    wanted = end_of(alone)
+    for n, parallel in layouts:
+        several = laid_out(recipe, f"{n}-{parallel}", **parallel)
+        answers = runner.train(n, several)
+        assert [kind for kind, *_ in answers] == ["done"] * n, answers
+        assert len({value for _, value, _ in answers}) == 1
+        assert end_of(several) == wanted, (n, parallel)
+        assert (Path(several.output) / "model" / "model.safetensors").read_bytes() == (
+            Path(alone.output) / "model" / "model.safetensors"
+        ).read_bytes()

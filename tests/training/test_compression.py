@@ -31,11 +31,6 @@ WAYS = [name for name in COMPRESSIONS if name != "none"]
 CODED = [name for name in WAYS if not COMPRESSIONS[name].low_rank]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
-    return RankRunner(tmp_path_factory.mktemp("ledger"))
-
-
 def reference(block: torch.Tensor, bits: int, rotated: bool) -> torch.Tensor:
     """A block of 256, in float64, by the definition: rotate, one scale, round to an integer, rotate back."""
     matrix = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(256)] for i in range(256)], dtype=torch.float64) / 16

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranked import RankRunner, values_of
+from ranked import RankRunner, furthest, laid_out
 
 from twostroke.core.parallel_recipe import ParallelRecipe
-from twostroke.core.recipe import TrainRecipe
 from twostroke.model.attention import attention_mask, explicit_attention
-from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.start import train
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
-    return RankRunner(tmp_path_factory.mktemp("ledger"))
-
-
-def laid_out(recipe: TrainRecipe, name: str, **parallel: Any) -> TrainRecipe:
-    return dataclasses.replace(recipe, output=f"{recipe.output}-{name}", parallel=ParallelRecipe(**parallel))
-
-
-def weights_of(recipe: TrainRecipe) -> dict[str, torch.Tensor]:
-    return dict(load_checkpoint(list_checkpoints(Path(recipe.output) / "checkpoints")[-1][1]).weights)
-
-
-def furthest(found: TrainRecipe, wanted: TrainRecipe) -> tuple[float, float]:
-    """The largest relative difference of a step's loss, and of a weight by its tensor's norm."""
-    losses = [values_of(Path(recipe.output)) for recipe in (found, wanted)]
-    loss = max(abs(a[1] - b[1]) / b[1] for a, b in zip(*losses, strict=True))
-    ends = weights_of(found), weights_of(wanted)
-    assert ends[0].keys() == ends[1].keys()
-    weight = max(float((ends[0][name] - w).norm() / w.norm().clamp_min(1e-3)) for name, w in ends[1].items())
-    return loss, weight
-
 
 LLAMA = {"family": "llama", "n_layers": 2, "d_model": 36, "n_heads": 4, "n_kv_heads": 2, "d_ff": 52, "head_dim": 16}
 GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64}

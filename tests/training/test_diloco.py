@@ -16,11 +16,6 @@ from twostroke.training.diloco import fragments_of
 from twostroke.training.start import train
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
-    return RankRunner(tmp_path_factory.mktemp("ledger"))
-
-
 def _watched(ranks: Any, recipe: TrainRecipe) -> Any:
     """(outer weights before, inner weights at the exchange, outer weights after) of each exchange of this rank."""
     from twostroke.training.diloco import LocalMasters

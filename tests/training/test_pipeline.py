@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ranked import RankRunner
-from test_ranks import end_of, laid_out
+from ranked import RankRunner, assert_bits_of_one_rank, end_of, laid_out
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.training.stages import layers_of, stage_of
 from twostroke.training.start import train
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
-    return RankRunner(tmp_path_factory.mktemp("ledger"))
-
 
 LLAMA = {"family": "llama", "n_layers": 5, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16, "dropout": 0.1}
 TIED = LLAMA | {"n_layers": 4, "tied_embeddings": True}
@@ -41,19 +32,7 @@ def test_stages_come_to_the_bits_of_one_rank(
     make_recipe: Any, runner: RankRunner, model: dict[str, Any], settings: dict[str, Any], layouts: list[tuple[int, Any]]
 ) -> None:
     recipe = make_recipe("run", model, steps=4, grad_accumulation=8, batch_size=1, **settings)
-    torch.set_num_threads(1)
-    alone = laid_out(recipe, "alone")
-    train(alone)
-    wanted = end_of(alone)
-    for n, parallel in layouts:
-        several = laid_out(recipe, f"{n}-{parallel}", **parallel)
-        answers = runner.train(n, several)
-        assert [kind for kind, *_ in answers] == ["done"] * n, answers
-        assert len({value for _, value, _ in answers}) == 1
-        assert end_of(several) == wanted, (n, parallel)
-        assert (Path(several.output) / "model" / "model.safetensors").read_bytes() == (
-            Path(alone.output) / "model" / "model.safetensors"
-        ).read_bytes()
+    assert_bits_of_one_rank(runner, recipe, layouts)
 
 
 def test_another_layout_resumes_a_pipelines_checkpoint(make_recipe: Any, runner: RankRunner) -> None:

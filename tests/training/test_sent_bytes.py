@@ -21,11 +21,6 @@ from twostroke.training.start import train
 STEPS = 2
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> RankRunner:
-    return RankRunner(tmp_path_factory.mktemp("ledger"))
-
-
 def _train(ranks: Any, recipe: TrainRecipe) -> dict[str, int]:
     from twostroke.training.ranks import SENT
 
