@@ -335,7 +335,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, adapted: Served, p
 
 
 def test_a_model_without_a_chat_template_continues_text(browser: Any, adapted: Served, pictures: Path) -> None:
-    with shown(browser, f"{adapted.url}/health", *SIZES[0]) as page:
+    with shown(browser, "about:blank", *SIZES[0]) as page:
         model = {"id": "echo", "max_model_len": 4096, "chat_template": False}
         page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [model]})))
         page.goto(adapted.url)
