@@ -55,6 +55,25 @@ def test_more_engines_than_processors_are_refused(capsys: pytest.CaptureFixture[
     assert refused(capsys, str(model), "--replicas", "0")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--model", "b={model}", "--models-memory-gib", "1", "--admin"), "--model and --admin do not go together"),
+        (("--model", "b={model}", "--models-memory-gib", "1", "--ray"), "--model and --ray do not go together"),
+        (("--prefill-engines", "1", "--replicas", "2"), "--prefill-engines and --replicas do not go together"),
+        (("--mode", "latency", "--ray"), "--mode and --ray do not go together"),
+        (("--role", "prefill", "--listen", "/s", "--kv-events", "http"), "--role prefill and --kv-events do not go together"),
+        (("--role", "decode", "--peer", "/s", "--ray"), "--role and --ray do not go together"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str], model: Path, given: tuple[str, ...], said: str
+) -> None:
+    code, error = refused(capsys, str(model), *(word.format(model=model) for word in given))
+    assert code == 2
+    assert said in error
+
+
 def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, error = refused(capsys, str(tmp_path))
     assert code == 2

@@ -10,8 +10,8 @@ from machines import machine, native, small_llama
 from twostroke.core.errors import ConfigError
 from twostroke.core.rates import FirstUses, HttpRates, Process, SamplingRate, TextRates, WeightRates
 from twostroke.core.sampling_kinds import LOGPROBS, PENALTIES, SAMPLING_KINDS
-from twostroke.planner.serving.first_answer import as_first_answers
-from twostroke.planner.serving.http import after_a_pause, http_front_end, starts_over_http, step_beside_http_s, step_sharing_s
+from twostroke.planner.serving.first_answer import after_a_pause, as_first_answers
+from twostroke.planner.serving.http import http_front_end, starts_over_http, step_beside_http_s, step_sharing_s
 from twostroke.planner.serving.plan import plan_serving
 from twostroke.planner.serving.scoring import engine_token_s
 from twostroke.planner.serving.shape import ServingShape

@@ -303,7 +303,7 @@ def _first_key(file: Path) -> str:
 def _planned_offline(spec: ModelSpec, shape: ServingShape, batch: int, adapters: Mapping[str, Path]) -> Planned:
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.serving.adapters import adapters_in
-    from twostroke.planner.serving.http import after_a_pause
+    from twostroke.planner.serving.first_answer import after_a_pause
     from twostroke.planner.serving.plan import plan_serving
     from twostroke.planner.truth.recording import Planned
 

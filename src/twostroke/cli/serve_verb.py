@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
     from twostroke.server.ray_serve.settings import Scale
 
 ROLES = ("joint", "prefill", "decode")
+SET = "--slo-ttft-ms, --slo-tpot-ms or --mode"
+APART: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("--model",
+     ("--replicas", SET, "--admin", "--files-dir", "--response-cache", "--kv-events", "--role", "--prefill-engines", "--ray"),
+     "a server of several models does not have it so far"),
+    ("--prefill-engines", ("--replicas", "--role", SET, "--ray"),
+     "it divides this machine between one engine that decodes and those that prefill"),
+    (SET, ("--replicas", "--ray"), "the planner sets one engine"),
+    ("--role prefill", ("--replicas",), "it is of one engine"),
+    ("--role prefill", ("--kv-events",), "events tell the tokens of all prompts, which here are another server's"),
+    ("--role", ("--ray",), "Ray starts and ends replicas, and a peer has one address"),
+)  # fmt: skip
+"""What does not go together, and why."""
 
 app = typer.Typer(add_completion=False)
 
@@ -151,23 +165,16 @@ def serve(
     names = tuple(served_name) or (directory.resolve().name,)
     models = several(other_models, models_memory_gib, model_wait_s, ab, lora, names)
     adapters = {name: str(path.resolve()) for name, path in models.of_model.get("", {}).items()}
-    if models.directories:
-        beside = {
-            "--replicas": replicas > 1, "--slo-ttft-ms, --slo-tpot-ms and --mode": asked.anything, "--admin": admin,
-            "--files-dir": files_dir is not None, "--response-cache": response_cache is not None,
-            "--kv-events": kv_events is not None, "--role": role != "joint", "--prefill-engines": prefill_engines > 0,
-        }  # fmt: skip
-        if refused := [name for name, given in beside.items() if given]:
-            raise ConfigError(f"{refused[0]} is for a server of one model so far. Leave it out, or leave out --model.")
-        if models.split is not None and usage_log is None:
-            raise ConfigError("--ab keeps answers and ratings in the usage log. Name its file with --usage-log.")
+    _check_apart({
+        "--model": bool(models.directories), "--replicas": replicas > 1 and not ray, SET: asked.anything, "--admin": admin,
+        "--files-dir": files_dir is not None, "--response-cache": response_cache is not None, "--ray": ray,
+        "--kv-events": kv_events is not None, "--role": role != "joint", "--role prefill": role == "prefill",
+        "--prefill-engines": prefill_engines > 0,
+    })  # fmt: skip
+    if models.directories and models.split is not None and usage_log is None:
+        raise ConfigError("--ab keeps answers and ratings in the usage log. Name its file with --usage-log.")
     choice = None
     if asked.anything:
-        if replicas > 1:
-            raise ConfigError(
-                f"--slo-ttft-ms, --slo-tpot-ms and --mode set one engine, and --replicas={replicas} asks for several, which "
-                "are not planned. Leave out one of them."
-            )
         limit = min(engine.max_model_len or spec.max_positions, spec.max_positions)
         engine, choice = _set(
             context, directory, spec, engine, asked, lengths(limit, prompt_tokens, output_tokens), spread, prefix_hit_share
@@ -190,24 +197,12 @@ def serve(
     )  # fmt: skip
     handover = _handover(role, listen, peer, role_key_file)
     if role == "prefill":
-        if kv_events is not None:
-            raise ConfigError(
-                "--kv-events tells the tokens of all prompts, with --role prefill another server's. Leave it out."
-            )
-        if replicas > 1:
-            raise ConfigError(f"--role prefill is of one engine, and --replicas={replicas} of several. Leave one out.")
         settings = replace(settings, engine=replace(engine, separate_prefixes=True))  # the other side knows whose they are
-    if prefill_engines:
-        if replicas > 1 or handover is not None or choice is not None:
-            raise ConfigError(
-                f"--prefill-engines={prefill_engines} divides this machine between one engine that decodes and those that "
-                "prefill. Leave out --replicas, --role, --slo-ttft-ms, --slo-tpot-ms and --mode."
-            )
-        if 1 + prefill_engines > most:
-            raise ConfigError(
-                f"--prefill-engines={prefill_engines} and one that decodes must not be more than the processors that this "
-                f"process may use, {most} here."
-            )
+    if prefill_engines and 1 + prefill_engines > most:
+        raise ConfigError(
+            f"--prefill-engines={prefill_engines} and one that decodes must not be more than the processors that this process "
+            f"may use, {most} here."
+        )
     settings = replace(settings, handover=handover)
     if capture is not None:
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
@@ -215,13 +210,6 @@ def serve(
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
     of_ray = ("min_replicas", "replica_cpus", "target_ongoing", "target_wait_s", "scale_down_s")
     if ray:
-        if asked.anything:
-            raise ConfigError(
-                "--slo-ttft-ms, --slo-tpot-ms and --mode set one server of this machine, and --ray runs replicas."
-            )
-        apart = {"--model": bool(models.directories), "--role": role != "joint", "--prefill-engines": prefill_engines > 0}
-        if refused := [name for name, given in apart.items() if given]:
-            raise ConfigError(f"{refused[0]} is for a server without --ray so far. Leave one of them out.")
         _serve_on_ray(
             settings,
             host,
@@ -279,6 +267,13 @@ def serve(
         finally:
             child.kill()
     log("stopped after " + ", ".join(f"{format_count(value)} {name.replace('_', ' ')}" for name, value in totals.items()))
+
+
+def _check_apart(given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for two options of ``APART`` that are both given."""
+    for option, others, reason in APART:
+        if given[option] and (both := [other for other in others if given[other]]):
+            raise ConfigError(f"{option} and {both[0]} do not go together: {reason}. Leave one of them out.")
 
 
 def _kv_events(endpoint: str | None, replay: str | None, topic: str | None, separate: bool) -> KVEventSettings | None:

@@ -130,7 +130,7 @@ def _cache_of(side: Side) -> str | None:
 
 def _planned_speed(side: Side, sides: Sequence[Side]) -> Planned:
     from twostroke.planner.hardware.tables import load_hardware
-    from twostroke.planner.serving.http import after_a_pause
+    from twostroke.planner.serving.first_answer import after_a_pause
     from twostroke.planner.truth.recording import Planned
 
     machine = load_hardware("this", "serve")

@@ -67,9 +67,8 @@ class Gate:
             return
         path = scope["path"]
         route = path if path in ROUTES else "other"
-        headers = dict(scope["headers"])
-        if b"x-api-key" in headers and b"authorization" not in headers:  # how Anthropic's clients send a key
-            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]
+        headers = with_bearer(dict(scope["headers"]))
+        if b"x-api-key" in headers:
             scope = {**scope, "headers": list(headers.items())}
         request_id = headers.get(b"x-request-id", b"")
         if not _SANE_ID.fullmatch(request_id):
@@ -155,6 +154,13 @@ class Gate:
             if path in ANSWER_ROUTES:
                 return service.early_refusal(caller, path not in TEXT_ROUTES)
         return None
+
+
+def with_bearer(headers: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """``headers`` with the key where OpenAI's clients send it, if it came where Anthropic's do."""
+    if b"x-api-key" in headers and b"authorization" not in headers:
+        return {**headers, b"authorization": b"Bearer " + headers[b"x-api-key"]}
+    return headers
 
 
 def refused_caller(keys: ApiKeys | None, local_only: bool, path: str, headers: dict[bytes, bytes]) -> ApiError | None:

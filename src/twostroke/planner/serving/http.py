@@ -33,18 +33,6 @@ def idle_s(hardware: Hardware) -> float:
     return 0.0 if hardware.http is None else hardware.http.idle_s
 
 
-def after_a_pause(prediction: Mapping[str, Any], prompt_tokens: int, hardware: Hardware) -> dict[str, Any]:
-    """``prediction`` of requests that all come at once, after other steps or none: caches and threads that computed no prompts
-    before make the first one take ``idle_s`` longer."""
-    values, more_s = dict(prediction), idle_s(hardware)
-    prompt_s = prompt_tokens / values["prefill_tok_per_s"]
-    values["prefill_tok_per_s"] *= prompt_s / (prompt_s + more_s)
-    values["ttft_s"] += more_s
-    values["output_tok_per_s"] *= values["e2e_s"] / (values["e2e_s"] + more_s)
-    values["e2e_s"] += more_s
-    return values
-
-
 def step_beside_http_s(hardware: Hardware, users: float) -> float:
     """What a step of ``users`` answers takes longer, as calibration measured it at one and at four; 0 where it did not."""
     rates = hardware.http

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,19 +21,18 @@ from prometheus_client.registry import Collector
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import INCOMING_BYTES, ByteBudget
-from twostroke.server.connections import ABORT, ClientGoneError
+from twostroke.server.connections import ABORT
 from twostroke.server.errors import ApiError, encode_error, not_ready
-from twostroke.server.gate import ANSWER_ROUTES, BATCHES, CHANGE_ROUTES, FILES, MAX_BODY_BYTES, refused_caller, too_large
+from twostroke.server.gate import ANSWER_ROUTES, BATCHES, CHANGE_ROUTES, FILES
 from twostroke.server.keys import ApiKeys
+from twostroke.server.passing import answering, checked_headers, send_json, send_whole
 from twostroke.server.ray_serve.passed import Fleet, Head, Passed, Question
 from twostroke.server.router.endpoint import block_keys, prompt_text
 from twostroke.server.router.proxy import AGAIN, Metrics
 from twostroke.server.transfer import read_body
-
-log = logging.getLogger("twostroke.router")
 
 RETRY_AFTER_S = 5
 """When a caller may come again who finds this application ending."""
@@ -72,39 +70,11 @@ class Ingress:
         task = asyncio.current_task()
         assert task is not None
         scope["extensions"] = {**(scope.get("extensions") or {}), ABORT: task.cancel}
-
-        started = False
-
-        async def marked_send(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                self.metrics.responses.labels(str(message["status"])).inc()
-            await send(message)
-
-        try:
-            await self._answer(scope, receive, marked_send, path)
-        except ApiError as error:
-            await _send_error(marked_send, error, path)
-        except ClientGoneError:
-            pass
-        except Exception as error:
-            # Neither the message nor values are logged, because an exception may carry a prompt.
-            log.error("%s on a request", type(error).__name__)
-            if started:
-                raise
-            await _send_error(marked_send, ApiError(500, "the server failed on this request.", code="internal_error"), path)
+        async with answering(scope, send, self.metrics.responses, "server") as counted:
+            await self._answer(scope, receive, counted, path)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        method, headers = scope["method"], dict(scope["headers"])
-        if b"x-api-key" in headers and b"authorization" not in headers:
-            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]
-        refusal = refused_caller(self._keys, self._local_only, path, headers)
-        if refusal is not None:
-            raise refusal
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            raise too_large()
+        method, headers = scope["method"], checked_headers(scope, self._keys, self._local_only)
         if path in CHANGE_ROUTES or path.startswith((FILES, BATCHES)):
             raise ApiError(
                 404, f"{path[:80]} changes one server, and Ray starts and ends replicas of this one as it needs them."
@@ -113,12 +83,12 @@ class Ingress:
         passed = Passed(method, path, scope["query_string"], list(scope["headers"]), peer[0] if peer else "")
         match method, path:
             case "GET", "/health":
-                await _send_json(send, {"status": "ok"})
+                await send_json(send, {"status": "ok"})
             case "GET", "/ready":
                 state = await self._state()
-                await _send_json(send, {"status": state}, 200 if state == "ready" else 503)
+                await send_json(send, {"status": state}, 200 if state == "ready" else 503)
             case "GET", "/metrics":
-                await _send_whole(send, 200, [(b"content-type", b"text/plain; version=0.0.4")], await self._metrics(passed))
+                await send_whole(send, 200, [(b"content-type", b"text/plain; version=0.0.4")], await self._metrics(passed))
             case _:
                 with self._counting(path):
                     await self._pass(scope, receive, send, passed, headers)
@@ -260,19 +230,3 @@ async def _live(receive: Receive, send: Send) -> None:
         await send({"type": f"{kind}.complete"})
         if kind == "lifespan.shutdown":
             return
-
-
-async def _send_json(send: Send, content: Any, status: int = 200) -> None:
-    await _send_whole(send, status, [(b"content-type", b"application/json")], json.dumps(content).encode())
-
-
-async def _send_error(send: Send, error: ApiError, path: str) -> None:
-    headers = {"content-type": "application/json", **error.headers}
-    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await _send_whole(send, error.status, encoded, encode_error(error, path))
-
-
-async def _send_whole(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +19,16 @@ from typing import Any
 import httpx
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from twostroke.server.admission import INCOMING_BYTES, ByteBudget
-from twostroke.server.connections import ClientGoneError
-from twostroke.server.errors import ApiError, encode_error
-from twostroke.server.gate import ANSWER_ROUTES, MAX_BODY_BYTES, refused_caller, too_large
+from twostroke.server.errors import ApiError
+from twostroke.server.gate import ANSWER_ROUTES
 from twostroke.server.keys import ApiKeys
+from twostroke.server.passing import answering, checked_headers, send_json, send_whole
 from twostroke.server.router.endpoint import Endpoint, Sent, block_keys, choose, prompt_text
 from twostroke.server.router.health import Watch
 from twostroke.server.transfer import abort_of, read_body, while_open
-
-log = logging.getLogger("twostroke.router")
 
 PASSED = ANSWER_ROUTES | {"/v1/rerank", "/rerank"}
 """Routes whose requests any of the servers may answer: they leave nothing behind that a later request would look for."""
@@ -117,53 +114,26 @@ class Router:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        started = False
-
-        async def marked_send(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                self.metrics.responses.labels(str(message["status"])).inc()
-            await send(message)
-
         try:
-            await self._answer(scope, receive, marked_send)
-        except ApiError as error:
-            body = encode_error(error, scope["path"])
-            headers = {"content-type": "application/json", **error.headers}
-            await _send(marked_send, error.status, body, [(k.encode(), v.encode()) for k, v in headers.items()])
-        except ClientGoneError:
-            pass
-        except Exception as error:
-            # Neither the message nor values are logged, because an exception may carry a prompt.
-            log.error("%s on a request", type(error).__name__)
-            if started:
-                abort_of(scope)()
-            else:
-                error = ApiError(500, "the router failed on this request.", code="internal_error")
-                await _send(marked_send, 500, encode_error(error, scope["path"]), [(b"content-type", b"application/json")])
+            async with answering(scope, send, self.metrics.responses, "router") as counted:
+                await self._answer(scope, receive, counted)
+        except Exception:
+            abort_of(scope)()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
-        headers = dict(scope["headers"])
-        if b"x-api-key" in headers and b"authorization" not in headers:
-            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]
-        refusal = refused_caller(self.keys, self.local_only, path, headers)
-        if refusal is not None:
-            raise refusal
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            raise too_large()
+        headers = checked_headers(scope, self.keys, self.local_only)
         match method, path:
             case "GET", "/health":
-                await _send_json(send, {"status": "ok"})
+                await send_json(send, {"status": "ok"})
             case "GET", "/ready":
                 state = "ready" if self.ready else "draining" if self.draining else "no server takes requests"
-                await _send_json(send, {"status": state}, 200 if self.ready else 503)
+                await send_json(send, {"status": state}, 200 if self.ready else 503)
             case "GET", "/metrics":
-                await _send(send, 200, self.metrics.render(self.endpoints), [(b"content-type", b"text/plain; version=0.0.4")])
+                text = self.metrics.render(self.endpoints)
+                await send_whole(send, 200, [(b"content-type", b"text/plain; version=0.0.4")], text)
             case "GET", "/v1/models":
-                await _send_json(send, {"object": "list", "data": self._models()})
+                await send_json(send, {"object": "list", "data": self._models()})
             case "POST", _ if path in PASSED:
                 await self._pass(scope, receive, send, headers)
             case _, _ if path in PASSED or path in ("/health", "/ready", "/metrics", "/v1/models"):
@@ -309,14 +279,3 @@ def _nobody(retry_after_s: int) -> ApiError:
         code="no_endpoint",
         headers={"retry-after": str(retry_after_s)},
     )
-
-
-async def _send_json(send: Send, content: Any, status: int = 200) -> None:
-    await _send(send, status, json.dumps(content).encode(), [(b"content-type", b"application/json")])
-
-
-async def _send(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-    )
-    await send({"type": "http.response.body", "body": body})
