@@ -435,7 +435,7 @@ def test_no_page_is_lost_or_shared_wrongly() -> None:
     # How often each thing happens depends on what else is imported, because Hypothesis also draws the numbers that stand in our
     # modules: what is rare may come only with longer walks.
     for step_count in (30, 40, 50, 60):
-        _run(max_examples=250, step_count=step_count)
+        _run(max_examples=150, step_count=step_count)
         drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
         found = SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed
         least = min(*drafts, *found, SchedulerMachine.n_forked, SchedulerMachine.n_folded)
