@@ -195,13 +195,15 @@ class Benchmark:
             self.record("constrained", chosen.engine, chosen.variant, values | {"failures": formed.summary.failures})
 
     def overload(self, servers: list[Server], _: dict[str, Offline]) -> None:
-        """Ten times what the server completes, for three seconds."""
+        """Ten times what the server completes, for three seconds. Of ours again with a time by which every first token must
+        have come: the median of 32 clients, twice, so that requests that come to a full server cannot all have it."""
         lengths: dict[str, Any] = {"prompt_tokens": (32, 64), "output_tokens": (32, 64)}
         for chosen in servers:
             full = self.load(chosen, users=32, n_requests=96, **lengths)
             rate = OVERLOAD * full.summary.requests_per_s
             n = max(200, round(rate * OVERLOAD_S))
-            result = self.load(chosen, request_rate=rate, n_requests=n, arrivals="poisson", timeout_s=120.0, **lengths)
+            arrivals: dict[str, Any] = {"request_rate": rate, "n_requests": n, "arrivals": "poisson", "timeout_s": 120.0}
+            result = self.load(chosen, **arrivals, **lengths)
             refused = [r.ended_s - r.sent_s for r in result.records if r.error in ("http 429", "http 503")]
             admitted = [r for r in result.records if r.ok]
             first = Distribution.of([t for r in admitted if (t := r.ttft_from_sent_s) is not None])
@@ -212,6 +214,17 @@ class Benchmark:
                 "ttft_p99_s": first.p99, "tpot_p99_s": between.p99, "full_ttft_p99_s": full.summary.ttft_s.p99,
                 "start_delay_p99_s": result.summary.start_delay_s.p99, "failures": result.summary.failures,
             }  # fmt: skip
+            if chosen.engine == "twostroke":
+                slo_s = 2 * full.summary.ttft_s.median
+                within = self.load(chosen, **arrivals, **lengths, more_headers={"x-stainless-read-timeout": f"{slo_s:.3f}"})
+                refused = [r.ended_s - r.sent_s for r in within.records if r.error in ("http 429", "http 503")]
+                waits = [r.ttft_from_sent_s for r in within.records if r.error not in ("http 429", "http 503")]
+                in_time = sum(t is not None and t <= slo_s for t in waits)
+                values |= {
+                    "slo_s": slo_s, "slo_n_requests": n, "slo_n_admitted": len(waits), "slo_n_refused": len(refused),
+                    "slo_kept_share": in_time / len(waits) if waits else None,
+                    "slo_refused_p99_s": Distribution.of(refused).p99 if refused else None,
+                }  # fmt: skip
             self.record("overload", chosen.engine, chosen.variant, values)
 
 

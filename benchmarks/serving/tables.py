@@ -29,7 +29,7 @@ def write_summary(folder: Path) -> None:
     for shape in dict.fromkeys(row["shape"] for row in rows):
         own = [row for row in rows if row["shape"] == shape]
         lines += ["", f"## {shape}", ""]
-        for table in (_throughput, _ratios, _mixed, _prefix, _constrained, _overload, _missing):
+        for table in (_throughput, _ratios, _mixed, _prefix, _constrained, _overload, _in_time, _missing):
             found = table(own)
             lines += [*found, ""] if found else []
     (folder / "summary.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
@@ -158,6 +158,30 @@ def _overload(rows: Rows) -> list[str]:
         "TPOT p99",
     ]
     return _grid("Ten times the rate that each completes of 32 clients, for three seconds:", heads, cells)
+
+
+def _in_time(rows: Rows) -> list[str]:
+    rows = [row for row in _of(rows, case="overload") if "slo_s" in row]
+    cells = []
+    for engine, variant in _kinds(rows):
+        own = _of(rows, engine=engine, variant=variant)
+        counts = [_number(_median(own, f"slo_n_{name}"), ".0f") for name in ("requests", "admitted", "refused")]
+        kept = _median(own, "slo_kept_share")
+        cells.append([
+            engine, variant, _ms(_median(own, "slo_s")), *counts, "–" if kept is None else f"{kept:.1%}",
+            _ms(_median(own, "slo_refused_p99_s")),
+        ])  # fmt: skip
+    heads = [
+        "engine",
+        "weights",
+        "first token by",
+        "sent",
+        "admitted",
+        "refused",
+        "in time (aim: 99%)",
+        "refusal p99 (aim: 50 ms)",
+    ]
+    return _grid("The same, each request with the time by which its first token must have come:", heads, cells)
 
 
 def _missing(rows: Rows) -> list[str]:

@@ -22,6 +22,7 @@ class Script:
     error_after: int | None = None  # chunks after which an error event ends the stream
     usage: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)  # what was asked
+    heads: list[bytes] = field(default_factory=list)  # with which headers
     most_at_once: int = 0
     now: int = 0
 
@@ -41,6 +42,7 @@ async def _answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(payload), payload))
         return
     script.bodies.append(body)
+    script.heads.append(head)
     status = script.statuses.pop(0) if script.statuses else 200
     if status != 200:
         writer.write(b"HTTP/1.1 %d Nope\r\ncontent-length: 2\r\n\r\n{}" % status)

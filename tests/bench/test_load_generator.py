@@ -45,6 +45,13 @@ def test_the_empty_role_chunk_of_a_chat_is_not_the_first_token() -> None:
     assert "messages" in script.bodies[0]
 
 
+def test_every_request_has_the_headers_and_fields_that_are_asked_for() -> None:
+    with scripted(script := Script()) as url:
+        run_load(url, spec(n_requests=2, more_headers={"x-stainless-read-timeout": "0.5"}, more_fields={"top_k": 3}))
+    assert all(b"x-stainless-read-timeout: 0.5\r\n" in head for head in script.heads)
+    assert [body["top_k"] for body in script.bodies] == [3] * 3
+
+
 def test_warmup_requests_are_sent_and_not_counted() -> None:
     with scripted(script := Script()) as url:
         result = run_load(url, spec(warmup_requests=3))

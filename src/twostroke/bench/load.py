@@ -145,7 +145,7 @@ async def _run_load(
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     planned = plan_requests(spec, tokenizer, 0 if spec.same_prompts else secrets.randbits(64))
     model = spec.model or await _first_model(address, headers)
-    sender = _Sender(address, headers, spec, model)
+    sender = _Sender(address, headers | dict(spec.more_headers), spec, model)
     warmup, measured = planned[: spec.warmup_requests], planned[spec.warmup_requests :]
     warm: Counters = {}
     for request in warmup:

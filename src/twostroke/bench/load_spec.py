@@ -55,6 +55,7 @@ class LoadSpec:
     seed: int = 0
     timeout_s: float = 600.0
     more_fields: Mapping[str, Any] = field(default_factory=dict)  # of each request's body
+    more_headers: Mapping[str, str] = field(default_factory=dict)  # of each request
 
     def __post_init__(self) -> None:
         given = [name for name in ("request_rate", "users", "trace", "clients") if getattr(self, name) is not None]
