@@ -192,6 +192,22 @@ def test_a_whole_answer_that_must_take_longer_than_its_client_waits_is_refused_f
             assert stream.status_code == 200
 
 
+def test_answers_are_expected_to_be_as_short_as_those_before(echo_model: Path, planned_home: Path) -> None:
+    with served(echo_model, planned_home, "--max-running", "1", "--engine=--step-s=0.02") as (_, web):
+        text = web.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+        for _ in range(32):
+            answer = web.post("/v1/completions", json=BODY | {"max_tokens": 100, "ignore_eos": False, "stop": text[-1]})
+            assert answer.json()["usage"]["completion_tokens"] <= 3
+        waits = {}
+        for is_certain in (True, False):
+            with web.stream("POST", "/v1/completions", json=LONG | {"ignore_eos": is_certain}) as running:
+                lines = running.iter_lines()  # which ends the stream when it goes
+                next(lines)
+                waits[is_certain] = metric(web, "twostroke_predicted_wait_seconds")
+            until(lambda: metric(web, "twostroke_requests_running") == 0)
+    assert waits[False] < 0.4 * waits[True]
+
+
 def test_a_machine_that_was_not_calibrated_predicts_nothing(echo_model: Path, tmp_path: Path) -> None:
     with served(echo_model, tmp_path) as (_, web):
         for _ in range(TRUSTED + 1):

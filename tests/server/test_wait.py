@@ -107,6 +107,27 @@ def test_without_a_place_an_answer_must_end_first() -> None:
     assert predicted(waiting, 10) == pytest.approx((20 + 1) * STEP_S + 0.03 + 1.5 * STEP_S)
 
 
+def test_a_burst_on_an_idle_engine_has_as_many_rounds_as_places_need() -> None:
+    waiting, _ = waiting_of(max_running=2)
+    for _ in range(200):
+        ticket = hand(waiting, 10)
+        waiting.began(ticket)
+        waiting.ended(ticket, 20)
+    for n_before in range(5):
+        rounds = n_before // 2
+        assert predicted(waiting, 10) == pytest.approx(20 * rounds * STEP_S + 0.01 * (n_before + 1), rel=1e-3)
+        hand(waiting, 10)
+
+
+def test_what_was_heard_of_an_answer_counts_more_than_the_time_that_passed() -> None:
+    waiting, now = waiting_of(max_running=1)
+    ticket = hand(waiting, 10, most=40)
+    waiting.began(ticket)
+    ticket.written = 4
+    now[0] += 20 * STEP_S  # steps with prompts of others take longer
+    assert predicted(waiting, 10) == pytest.approx(36 * STEP_S + 0.01 + 1.5 * STEP_S)
+
+
 def test_without_pages_an_answer_must_end_first() -> None:
     waiting, _ = waiting_of(cache_tokens=100)
     ticket = hand(waiting, 90, most=30)

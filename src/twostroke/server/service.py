@@ -679,11 +679,12 @@ class Generation:
                         self._first = choice.stream.first_s or time.perf_counter()
                     if choice.ticket.first_s is None:
                         self._service.waiting.began(choice.ticket)
+                    choice.ticket.written = choice.n_output
                     if delta.finish_reason is not None:
                         self.reasons[delta.finish_reason] += 1
+                        self._service.waiting.ended(choice.ticket, choice.n_output)
                     if self.kept is not None:
                         self.kept.deltas.append(delta)
-                        self._service.waiting.ended(choice.ticket, choice.n_output)
                     yield delta
             waiting = [choice for choice in waiting if not choice.finished]
 

@@ -183,7 +183,8 @@ class Asked(NamedTuple):
 @dataclass(eq=False)
 class Ticket:
     """A prompt that the engine has, from being handed over to the end of its last answer. ``most``: tokens that each answer may
-    have, and ``is_certain`` whether it will. ``predicted_s``: its wait, uncorrected, if that is to be compared."""
+    have, and ``is_certain`` whether it will. ``predicted_s``: its wait, uncorrected, if that is to be compared. ``written``: the
+    tokens of the answer that was heard of last, of a whole answer none before its end."""
 
     asked: Asked
     most: int
@@ -193,6 +194,7 @@ class Ticket:
     keys: list[bytes]
     left: int = 0
     first_s: float | None = None
+    written: int = 0
 
 
 class Waiting:
@@ -331,7 +333,7 @@ class Waiting:
         return self.steps.decode_s(min(math.ceil(answers / self.steps.engines), self.steps.max_running), context)
 
     def _look(self) -> _Decoding:
-        """The answers under way. How far each is follows from the time: of one that is not streamed nothing else is known."""
+        """The answers under way. How far one is that is not streamed follows from the time alone."""
         steps, now_s = self.steps, self._clock()
         if self._seen is not None and now_s - self._seen.at_s < FRESH_S:
             return self._seen
@@ -341,7 +343,9 @@ class Waiting:
         ends, total, held = [], 0.0, 0.0
         for ticket in self._decoding:
             most = float(ticket.most)
-            written = min(most, (now_s - (ticket.first_s or now_s)) / step_s) if step_s > 0 else 0.0
+            written = float(ticket.written)
+            if written < 1 and step_s > 0:
+                written = min(most, (now_s - (ticket.first_s or now_s)) / step_s)
             pages = ticket.asked.tokens + ticket.left * written
             ends.append((max(1.0, (most if ticket.is_certain else most * self._share) - written), ticket.left, pages))
             total, held = total + ticket.asked.tokens + written, held + pages
@@ -375,7 +379,7 @@ class Waiting:
         n_others = max(0.0, share * (before.n + own.n) - 1)
         most = steps.prompt_tokens(share * seen.answers, seen.context, n_others)
         n_steps = math.ceil(share * (before.new + own.new) / max(1.0, most))
-        room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or steps.decode_s(1, seen.context))
+        room_s = self._steps_to_room(answers, tokens, seen) * (seen.step_s or self._step_s(answers, seen.context))
         return room_s + share * ahead_s + mine_s + (n_steps + 0.5) * seen.step_s
 
     def _steps_to_room(self, answers: float, tokens: float, seen: _Decoding) -> float:
@@ -385,8 +389,10 @@ class Waiting:
         assert steps is not None
         places = seen.answers + answers - steps.engines * steps.max_running
         pages = seen.held + tokens - steps.engines * steps.cache_tokens
-        if (places <= 0 and pages <= 0) or not seen.ends:
+        if places <= 0 and pages <= 0:
             return 0.0
+        if not seen.ends:  # those before this one begin together, and end so
+            return self._length * max(0, math.ceil(places / (steps.engines * steps.max_running)))
         rounds = max(0.0, (places - 1) // seen.answers, (pages - 1) // seen.held if pages > 0 else 0.0)
         places, pages, passed = places - rounds * seen.answers, pages - rounds * seen.held, 0.0
         for to_end, left, held in seen.ends:
