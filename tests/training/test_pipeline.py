@@ -56,10 +56,9 @@ def test_what_stages_cannot_train_is_one_sentence(make_recipe: Any, runner: Rank
     assert [(kind, is_told) for kind, _, is_told in answers] == [("ConfigError", False), ("ConfigError", True)]
     assert "parallel.pipeline=2 must not exceed n_layers=1" in answers[0][1]
     recipe = make_recipe()
-    for settings, words in (({"evaluate_every": 1}, "train.evaluate_every=1"), ({"exit_loss": 0.1}, "train.exit_loss=0.1")):
-        train_settings = dataclasses.replace(recipe.train, **settings)
-        with pytest.raises(ConfigError, match=f"{words}.* parallel.pipeline=2 cannot do on parts of a model"):
-            dataclasses.replace(recipe, train=train_settings, parallel=ParallelRecipe(pipeline=2))
+    train_settings = dataclasses.replace(recipe.train, exit_loss=0.1)
+    with pytest.raises(ConfigError, match=r"train\.exit_loss=0\.1.* parallel\.pipeline=2 cannot do on parts of a model"):
+        dataclasses.replace(recipe, train=train_settings, parallel=ParallelRecipe(pipeline=2))
 
 
 def test_layers_are_shared_out_evenly_and_the_first_stages_have_more() -> None:

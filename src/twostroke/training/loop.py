@@ -83,7 +83,9 @@ def execute(
                 # Closed in reverse order: the saver may still write when the observers have ended.
                 closing.callback(run.loader.close)
                 closing.callback(run.saver.close)
-                asked = (*requested(inputs.recipe, inputs.log), *observers) if ranks.is_first else ()
+                asked = [*requested(inputs.recipe, inputs.log), *observers]
+                if not ranks.is_first:
+                    asked = [observer for observer in asked if observer.on_all_ranks and run.masters.is_sharded]
                 watching = Observers(asked, inputs.log)
                 closing.callback(watching.close)
                 closing.enter_context(inputs.entry.meter)
@@ -175,9 +177,10 @@ class _Loop:
             line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
-                # Ranks that hold rows of the model compute together, and each comes to the same scores.
-                with run.inputs.ranks.progress.doing(Phase.SCORING):
-                    line |= self._scores() if run.masters.is_sharded else run.inputs.ranks.led(self._scores)
+                # Ranks that hold parts of the model compute together.
+                ranks = run.inputs.ranks
+                with ranks.progress.doing(Phase.SCORING):
+                    line |= ranks.of_last_layer(self._scores()) if run.masters.is_sharded else ranks.led(self._scores)
             if run.inputs.ranks.is_first:
                 run.step_log.append(line)
             self.observers.after_line(line)

@@ -19,6 +19,8 @@ class Observer:
     """
 
     name = "an observer"
+    on_all_ranks = False
+    """Whether ranks that hold parts of the model call it together; if not, the first one alone does."""
 
     def begin(self, run: RunState) -> None:
         """Called when the run is built or restored, after ``run.step`` steps, and again when a rollback returns to an earlier

@@ -226,7 +226,7 @@ class Optimizers:
             shared[ROUNDING] = {"updates": torch.tensor(self._updates, dtype=torch.int64)}
         named = {f"{owner}{SEPARATOR}{name}": value for owner, values in shared.items() for name, value in values.items()}
         own: dict[str, Any] = self._own_state()
-        whole = {} if self._owned is None else self._owned.state(has_begun=bool(own))
+        whole = {} if self._owned is None else self._owned.state(self._has_begun)
         return own | whole | named
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -265,6 +265,7 @@ class Optimizers:
                 optimizer_of[id(part.tensor)].state[part.tensor] = {
                     name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
                 }
+        self._has_begun = bool(by_owner)
         self._masters.saw_state(self.state())
 
     @property
