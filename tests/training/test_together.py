@@ -15,7 +15,7 @@ from twostroke.data.shards import PreparedData
 from twostroke.model.decoder import Decoder
 from twostroke.training.start import train
 
-TIED = {"family": "llama", "n_layers": 4, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16}
+TIED = {"family": "llama", "n_layers": 2, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16}
 SCORES = ("heldout_bits_per_byte", "ema_heldout_bits_per_byte")
 
 
@@ -36,7 +36,7 @@ def _lines(recipe: TrainRecipe, file: str = "log.jsonl") -> list[dict[str, Any]]
 
 
 def test_a_run_on_parts_is_looked_into_as_one_rank_is(make_recipe: Any, runner: RankRunner) -> None:
-    looking = {"evaluate_every": 2, "sample_every": 2, "sample_prompts": ["if not in", "x"], "diagnostics_every": 2}
+    looking = {"evaluate_every": 2, "sample_every": 2, "sample_prompts": ["if not in"], "diagnostics_every": 2}
     settings = {"steps": 2, "grad_accumulation": 4, "batch_size": 1, "dtype": "fp32", "ema_decay": 0.5}
     recipe = make_recipe("run", TIED, **settings, **looking)
     without = make_recipe("run", TIED, **settings, **looking | {"diagnostics_every": 0})
@@ -44,10 +44,10 @@ def test_a_run_on_parts_is_looked_into_as_one_rank_is(make_recipe: Any, runner: 
     torch.set_num_threads(1)
     train(alone, evaluate=_score)
     wanted, texts = _lines(alone)[-1], _lines(alone, "samples.jsonl")
-    exact = [laid_out(recipe, "shard", shard=4), laid_out(recipe, "pipeline", pipeline=2)]
+    exact = [laid_out(recipe, "shard", shard=2), laid_out(recipe, "pipeline", pipeline=2)]
     close = laid_out(without, "tensor", tensor=2)
-    answers = runner.call(_train_each, 4, [*exact, close])
-    assert [kind for kind, *_ in answers] == ["done"] * 4, answers
+    answers = runner.call(_train_each, 2, [*exact, close])
+    assert [kind for kind, *_ in answers] == ["done"] * 2, answers
     for several in exact:
         found = _lines(several)[-1]
         assert {name: found[name] for name in SCORES} == {name: wanted[name] for name in SCORES}, several.output
@@ -57,4 +57,4 @@ def test_a_run_on_parts_is_looked_into_as_one_rank_is(make_recipe: Any, runner: 
     assert {name: _lines(close)[-1][name] for name in SCORES} == pytest.approx(
         {name: wanted[name] for name in SCORES}, rel=1e-5
     )
-    assert len(_lines(close, "samples.jsonl")) == 2
+    assert len(_lines(close, "samples.jsonl")) == 1

@@ -38,8 +38,8 @@ def check_expert(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
     of_experts = recipe.trains_adapters and any(t.copies > 1 for t in choose_targets(spec, recipe.lora.targets))
     if of_experts and recipe.lora.dropout > 0:
         raise ConfigError(
-            f"lora.dropout={recipe.lora.dropout:g} leaves out values of rows, which with parallel.expert={n} are on another rank "
-            "than their random numbers. Set lora.dropout=0, or leave experts out of lora.targets."
+            f"lora.dropout={recipe.lora.dropout:g} leaves out values of rows, which parallel.expert={n} holds on another "
+            "rank than their random numbers. Set lora.dropout=0, or leave experts out of lora.targets."
         )
 
 

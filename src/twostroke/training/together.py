@@ -19,8 +19,8 @@ PASSED_ON = 5
 
 
 def run_together(decoder: Decoder, ranks: Ranks) -> None:
-    """Let ``decoder.hidden`` take sequences of any length, and ``decoder.logits`` give whole ones, if the ranks of a replica call
-    both alike. Of stages the last one alone has them (``Ranks.of_last_layer``), and the others have numbers without meaning."""
+    """Let ``decoder.hidden`` take sequences of any length, and ``decoder.logits`` give whole rows, if the ranks of a replica
+    call both alike. Of stages the last one alone has them (``Ranks.of_last_layer``), and the others' have no meaning."""
     layout = ranks.layout
     if layout.tensor * layout.pipeline == 1:
         return

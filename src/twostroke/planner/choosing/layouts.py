@@ -107,13 +107,13 @@ def _planned(
 
 
 def every_layout(asked: ParallelRecipe, n_ranks: int) -> Iterator[ParallelRecipe]:
-    """``asked`` with every way to cut a replica of ``n_ranks`` ranks or fewer that ``ParallelRecipe`` takes."""
+    """``asked`` with every way to cut a replica of ``n_ranks`` ranks or fewer that ``ParallelRecipe`` takes. Replicas of shards
+    are left out: they are planned as one group of all ranks, and hold more than that says."""
     divisors = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
     for counts in itertools.product(divisors, repeat=len(CUTS)):
-        of_a_replica = math.prod(counts)
-        if n_ranks % of_a_replica:
+        of_a_replica, cuts = math.prod(counts), dict(zip(CUTS, counts, strict=True))
+        if n_ranks % of_a_replica or (cuts["shard"] > 1 and of_a_replica < n_ranks):
             continue
-        cuts = dict(zip(CUTS, counts, strict=True))
         for zero in (2, 3) if cuts["shard"] > 1 else (3,):
             try:
                 yield replace(asked, layout="explicit", data=n_ranks // of_a_replica, zero=zero, **cuts)
