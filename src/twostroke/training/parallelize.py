@@ -107,7 +107,7 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     mesh = ranks.mesh["shard"]
     for module in decoder.modules():
         if isinstance(module, Nf4Linear | Nf4Experts):  # FSDP2 cuts parameters alone
-            codes = module.codes
+            codes = module.get_buffer("codes")
             del module.codes
             module.codes = nn.Parameter(codes, requires_grad=False)
     units = [*decoder.get_submodule("blocks").children(), decoder]

@@ -301,7 +301,7 @@ def _summed(product: Any, group: TensorGroup) -> nn.Module:
     """``product`` of a rank's inputs, summed over ranks, each of which gets its part of the sequence."""
     if isinstance(product, nn.Linear):
         return RowProduct(product, group)
-    base = product.base if isinstance(product, AdaptedLinear) else product
+    base: Any = product.base if isinstance(product, AdaptedLinear) else product
     if base.bias is not None:  # frozen, and added on each rank
         base.bias.data /= group.n
     product.register_forward_hook(lambda module, arguments, y: group.scattered(y))

@@ -46,8 +46,8 @@ def run_together(decoder: Decoder, ranks: Ranks) -> None:
         found = Decoder.logits(decoder, rows)
         return found if layout.tensor == 1 else gathered_logits(found, decoder.spec, ranks)
 
-    decoder.hidden = hidden  # type: ignore[method-assign]
-    decoder.logits = logits  # type: ignore[method-assign]
+    outside: Any = decoder
+    outside.hidden, outside.logits = hidden, logits
 
 
 def _through_stages(decoder: Decoder, ranks: Ranks, tokens: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:

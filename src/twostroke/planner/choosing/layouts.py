@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import CUTS, ParallelRecipe
@@ -111,7 +112,7 @@ def every_layout(asked: ParallelRecipe, n_ranks: int) -> Iterator[ParallelRecipe
     are left out: they are planned as one group of all ranks, and hold more than that says."""
     divisors = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
     for counts in itertools.product(divisors, repeat=len(CUTS)):
-        of_a_replica, cuts = math.prod(counts), dict(zip(CUTS, counts, strict=True))
+        of_a_replica, cuts = math.prod(counts), dict[str, Any](zip(CUTS, counts, strict=True))
         if n_ranks % of_a_replica or (cuts["shard"] > 1 and of_a_replica < n_ranks):
             continue
         for zero in (2, 3) if cuts["shard"] > 1 else (3,):
