@@ -25,8 +25,9 @@ GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64
         (TIED, {"dtype": "bf16", "ema_decay": 0.9, "activation_checkpointing": "full"}, [(4, {"pipeline": 4})]),
         (TIED, {"dtype": "bf16", "optimizer": "muon"}, [(4, {"pipeline": 2, "data": 2})]),
         (GPT2, {"dtype": "fp16", "optimizer": "sgd", "momentum": 0.0}, [(2, {"pipeline": 2})]),
+        (TIED, {"dtype": "pure_bf16", "optimizer": "lamb"}, [(2, {"pipeline": 2})]),
     ],
-    ids=["llama", "tied", "muon-data", "gpt2"],
+    ids=["llama", "tied", "muon-data", "gpt2", "pure-bf16-lamb"],
 )
 def test_stages_come_to_the_bits_of_one_rank(
     make_recipe: Any, runner: RankRunner, model: dict[str, Any], settings: dict[str, Any], layouts: list[tuple[int, Any]]

@@ -35,6 +35,7 @@ LAYOUTS = {"data": {}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
         ({"dtype": "fp16", "optimizer": "sgd"}, [(2, {}), (4, {"shard": 4, "zero": 2})]),
         ({"dtype": "bf16", "optimizer": "muon", "activation_checkpointing": "full"}, [(4, {"shard": 4, "zero": 2})]),
         ({"dtype": "pure_bf16", "optimizer": "adam"}, [(4, {})]),
+        ({"dtype": "bf16", "optimizer": "lamb"}, [(2, {"shard": 2})]),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
