@@ -1,7 +1,8 @@
 """Muon and LAMB where ranks hold pieces of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
 
-Orthogonalising, and a matrix's length, need all of it. So a rank's piece of weight and gradient travels to the owner, which updates the matrix as one
-process would, and the new pieces travel back. Owners take turns in the order of the matrices, and keep the optimizer's state.
+Orthogonalising, and a matrix's length, need all of it. So a rank's piece of weight and gradient travels to the owner, which
+updates the matrix as one process would, and the new pieces travel back. Owners take turns in the order of the matrices, and
+keep the optimizer's state.
 """
 
 from __future__ import annotations
