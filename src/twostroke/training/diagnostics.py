@@ -136,7 +136,7 @@ class Diagnostics(Observer):
     ``update_ratios`` of the step."""
 
     name = "diagnostics"
-    on_all_ranks = True
+    runs_model = True
 
     def __init__(self, every: int) -> None:
         self.every = every

@@ -76,7 +76,7 @@ class Samples(Observer):
     """
 
     name = "sampling"
-    on_all_ranks = True
+    runs_model = True
 
     def __init__(self, every: int, prompts: Sequence[str], log: Callable[[str], None]) -> None:
         self.every, self.prompts = every, tuple(prompts)
