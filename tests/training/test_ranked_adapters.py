@@ -38,7 +38,7 @@ def make(tokenizer: Path, corpus: Path, tmp_path: Path) -> Make:
             decoder = Decoder(spec)
             initialise(decoder, 7)
             save_model(decoder, spec, base, "fp32", tokenizer)
-        settings = {"steps": 3, "batch_size": 1, "sequence_length": 32, "grad_accumulation": 4, "compile": False}
+        settings = {"steps": 3, "batch_size": 1, "sequence_length": 32, "grad_accumulation": 2, "compile": False}
         return recipe_from_dict(
             {
                 "method": method,

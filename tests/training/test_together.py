@@ -13,9 +13,11 @@ from ranked import RankRunner, laid_out
 from twostroke.core.recipe import TrainRecipe
 from twostroke.data.shards import PreparedData
 from twostroke.model.decoder import Decoder
+from twostroke.training import samples
 from twostroke.training.start import train
 
 TIED = {"family": "llama", "n_layers": 2, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16}
+FEW_TOKENS = 8
 SCORES = ("heldout_bits_per_byte", "ema_heldout_bits_per_byte")
 
 
@@ -27,6 +29,7 @@ def _score(decoder: Decoder, prepared: PreparedData) -> dict[str, float]:
 
 
 def _train_each(ranks: Any, recipes: list[TrainRecipe]) -> None:
+    samples.NEW_TOKENS = FEW_TOKENS
     for recipe in recipes:
         train(recipe, ranks=ranks, evaluate=_score)
 
@@ -35,9 +38,12 @@ def _lines(recipe: TrainRecipe, file: str = "log.jsonl") -> list[dict[str, Any]]
     return [json.loads(line) for line in (Path(recipe.output) / file).read_text().splitlines()]
 
 
-def test_a_run_on_parts_is_looked_into_as_one_rank_is(make_recipe: Any, runner: RankRunner) -> None:
+def test_a_run_on_parts_is_looked_into_as_one_rank_is(
+    make_recipe: Any, runner: RankRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "NEW_TOKENS", FEW_TOKENS)
     looking = {"evaluate_every": 2, "sample_every": 2, "sample_prompts": ["if not in"], "diagnostics_every": 2}
-    settings = {"steps": 2, "grad_accumulation": 4, "batch_size": 1, "dtype": "fp32", "ema_decay": 0.5}
+    settings = {"steps": 2, "grad_accumulation": 2, "batch_size": 1, "dtype": "fp32", "ema_decay": 0.5}
     recipe = make_recipe("run", TIED, **settings, **looking)
     without = make_recipe("run", TIED, **settings, **looking | {"diagnostics_every": 0})
     alone = laid_out(recipe, "alone")
