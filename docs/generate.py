@@ -2,8 +2,8 @@
 numbers of ``README.md`` and ``CHANGELOG.md`` from the committed runs (``docs/measured.py``), ``docs/claims.md`` from
 ``docs/claims/``, ``docs/plan-schema.md`` and ``.json`` from the plans' types (``docs/plan_schema.py``), ``docs/families.md``
 from the registry of families (``docs/families.py``), ``docs/published.md`` from the methods of quantised checkpoints
-(``docs/published.py``), ``docs/gguf.md`` from the tables of the GGUF reader (``docs/gguf_page.py``), ``docs/formats.md`` from
-the table of exports (``docs/formats_page.py``).
+(``docs/published.py``), ``docs/gguf.md`` from the tables of the GGUF reader (``docs/gguf_page.py``), ``docs/scale.md`` from
+plans (``docs/scale_page.py``), ``docs/formats.md`` from the table of exports (``docs/formats_page.py``).
 
 Run ``make docs`` after changing a command, the planner, a price or a device, or adding a room; a test fails while a page is
 out of date.
@@ -69,6 +69,7 @@ def generated() -> dict[Path, str]:
     import formats_page
     import gguf_page
     import published
+    import scale_page
     from claims.catalogue import page
     from measured import with_measured
     from plan_schema import json_schema, markdown
@@ -81,6 +82,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "published.md": published.page(),
         ROOT / "docs" / "gguf.md": gguf_page.page(),
         ROOT / "docs" / "formats.md": formats_page.page(),
+        ROOT / "docs" / "scale.md": scale_page.page(),
         ROOT / "docs" / "plan-schema.md": markdown(),
         ROOT / "docs" / "plan-schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
         readme: with_measured(with_tree(readme.read_text())),

@@ -54,7 +54,7 @@ class CountingModel(nn.Module):
         generator = torch.Generator().manual_seed(3)
         self.table = nn.Parameter(torch.randn(max_positions, V, V, generator=generator))
         self.head_weight = nn.Parameter(torch.eye(V))
-        self.spec = SimpleNamespace(max_positions=max_positions)
+        self.spec = SimpleNamespace(max_positions=max_positions, vocab_size=V)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head_weight.T

@@ -12,7 +12,13 @@ from twostroke.core.errors import Interrupted
 from twostroke.core.recipe import ModelRecipe, spec_from_recipe
 from twostroke.data.loader import Batch
 from twostroke.model.decoder import Decoder
-from twostroke.training.diagnostics import SAMPLED_PER_TENSOR, WeightSample, activation_statistics, evaluating
+from twostroke.training.diagnostics import (
+    SAMPLED_PER_TENSOR,
+    WeightSample,
+    activation_statistics,
+    evaluating,
+    update_ratios,
+)
 from twostroke.training.start import train
 
 
@@ -88,7 +94,7 @@ def test_update_ratio_is_the_norm_of_the_change_over_the_norm_before() -> None:
     weights = {"embed.weight": torch.ones(4, 4), "blocks.0.a": torch.full((3,), 2.0), "blocks.0.b": torch.zeros(5)}
     sample = WeightSample(weights | {"blocks.1.zeros": torch.zeros(2)})
     after = {"embed.weight": torch.full((4, 4), 1.25), "blocks.0.a": torch.full((3,), 2.0), "blocks.0.b": torch.ones(5)}
-    ratios = sample.update_ratios(after | {"blocks.1.zeros": torch.ones(2)})
+    ratios = update_ratios([sample.squares(after | {"blocks.1.zeros": torch.ones(2)})])
     assert ratios == {"embed": 0.25, "blocks.0": pytest.approx(math.sqrt(5 / 12), rel=1e-5)}
 
 
@@ -98,7 +104,7 @@ def test_update_ratio_of_a_large_tensor_is_near_the_whole_tensors_and_sees_every
     after = before.clone()
     after[:, 7] += 1.0  # one column in 400
     exact = float((after - before).norm() / before.norm())
-    found = WeightSample({"head.weight": before}).update_ratios({"head.weight": after})["head"]
+    found = update_ratios([WeightSample({"head.weight": before}).squares({"head.weight": after})])["head"]
     assert before.numel() > 10 * SAMPLED_PER_TENSOR
     assert found == pytest.approx(exact, rel=0.15)  # about 160 of the column's values are in the sample: 1/√160 is 8%
 

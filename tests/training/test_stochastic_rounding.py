@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def _rounded(value: float, n: int, update: int = 1) -> torch.Tensor:
     noise = Noise(CPU)
-    noise.begin(update)
+    noise.begin(update, "a")
     target = torch.empty(n, dtype=torch.bfloat16)
     round_stochastically(target, torch.full((n,), value), noise.take(n))
     return target.double()
@@ -50,7 +50,7 @@ def test_rounding_of_one_element_over_time_is_unbiased() -> None:
     noise = Noise(CPU)
     target, total = torch.empty(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.float64)
     for update in range(2000):
-        noise.begin(update)
+        noise.begin(update, "a")
         round_stochastically(target, torch.full((64,), 1.003), noise.take(64))
         total += target.double()
     # 64 elements, each the mean of 2,000: five standard errors of at most 2⁻⁸/√2000

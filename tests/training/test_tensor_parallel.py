@@ -109,7 +109,10 @@ def test_pieces_of_a_packed_matrix_are_joined_to_it() -> None:
 
 def test_what_does_not_combine_is_said_by_the_recipe(make_recipe: Any) -> None:
     recipe = make_recipe()
-    for settings, words in (({"evaluate_every": 1}, "train.evaluate_every=1"), ({"optimizer": "lamb"}, "lamb")):
+    for settings, words in (
+        ({"diagnostics_every": 1}, "train.diagnostics_every=1"),
+        ({"optimizer": "muon", "dtype": "pure_bf16"}, "muon"),
+    ):
         train_settings = dataclasses.replace(recipe.train, **settings)
         with pytest.raises(ConfigError, match=f"{words}.* parallel.tensor=2 cannot do"):
             dataclasses.replace(recipe, train=train_settings, parallel=ParallelRecipe(tensor=2))

@@ -92,6 +92,10 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def _silent(line: str) -> None:
+    pass
+
+
 def _stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -179,7 +183,7 @@ def _train(recipe: TrainRecipe, resume: bool, ranks: Ranks | None) -> TrainingRe
     from twostroke.training.parallelize import use_available_cores
     from twostroke.training.start import describe, find_finished, lay_out, start
 
-    laid_out = lay_out(recipe, ranks)
+    laid_out = lay_out(recipe, ranks, log if ranks is None or ranks.is_first else _silent)
     use_available_cores(laid_out.layout.threads, laid_out.n_local)
     result = find_finished(recipe, resume, laid_out)
     began = psutil.Process().create_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from twostroke.core.compressions import COMPRESSIONS, Compression
 from twostroke.core.errors import ConfigError
@@ -28,8 +29,12 @@ class ParallelRecipe:
     ``error_feedback`` keeps what int8, int4 and PowerSGD left out for the next step. With ``outer_every`` = H replicas train by
     themselves and exchange what H steps changed (DiLoCo, ``training.diloco``), in ``fragments`` that take turns. Both change
     the result with the number of ranks, so they need ``exact`` = False.
+
+    ``layout`` = "auto" leaves ``data``, ``zero`` and all cuts to the planner (``planner.choosing.layouts``), by the ranks that
+    are started.
     """
 
+    layout: Literal["explicit", "auto"] = "explicit"
     data: int = 0
     shard: int = 1
     zero: int = 3
@@ -55,6 +60,12 @@ class ParallelRecipe:
             raise ConfigError(
                 f"parallel.zero={self.zero} must be 2 (masters, gradients and optimizer state are sharded) or 3 (weights too). "
                 "Use parallel.shard=1 to shard nothing."
+            )
+        given = [name for name in ("data", "zero", *CUTS) if getattr(self, name) != getattr(ParallelRecipe, name)]
+        if self.is_auto and given:
+            raise ConfigError(
+                f'parallel.layout="auto" leaves parallel.{given[0]} to the planner, and it is {getattr(self, given[0])}. Leave '
+                "one of the two out."
             )
         above = [f"parallel.{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1]
         if len(above) > 1:
@@ -113,6 +124,11 @@ class ParallelRecipe:
             )
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the planner lays out."""
+        return self.layout == "auto"
+
+    @property
     def compression(self) -> Compression:
         return COMPRESSIONS[self.compress]
 
@@ -138,7 +154,9 @@ class ParallelRecipe:
 
     def on(self, n_ranks: int, micro_batches: int) -> ParallelRecipe:
         """The layout on ``n_ranks`` ranks, with its ``data`` filled in. Raises ConfigError if it does not divide them, or if
-        they do not divide the ``micro_batches`` of a step."""
+        they do not divide the ``micro_batches`` of a step. One that the planner chooses stays as it is."""
+        if self.is_auto:
+            return self
         for name in CUTS:
             if n_ranks % getattr(self, name):
                 raise ConfigError(

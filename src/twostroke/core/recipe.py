@@ -201,25 +201,27 @@ class TrainRecipe:
         if self.parallel is None:
             return
         self._check_less_traffic(self.parallel)
+        if self.parallel.is_auto and self.model.init_from is None and self.model.size == "auto":
+            raise ConfigError(
+                'parallel.layout="auto" is planned for a model that is known, and model.size="auto" leaves it open. Give the '
+                "sizes, or the layout."
+            )
         if self.parallel.of_a_replica == 1:
             return
         t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
         whole = {"context": "sequence", "expert": "set of experts", "pipeline": "model"}.get(cut, "matrix")
         remedy = f"Use parallel.{cut}=1, which keeps each {whole} on one rank."
-        holds_pieces = {
-            f'method="{self.method}" trains adapters': self.trains_adapters,
-            'train.optimizer="lamb" moves each matrix by its length': t.optimizer == "lamb",
-            'train.dtype="pure_bf16" rounds by random numbers': t.dtype == "pure_bf16",
-            f"train.diagnostics_every={t.diagnostics_every} looks at activations": t.diagnostics_every > 0,
-            f"train.sample_every={t.sample_every} writes texts": t.sample_every > 0,
+        moves_whole = t.optimizer in ("muon", "lamb")
+        rounds_pieces = {
+            'train.dtype="pure_bf16" rounds each pass\'s gradients to bf16': t.dtype == "pure_bf16" and cut == "shard",
+            f'train.dtype="pure_bf16" beside optimizer="{t.optimizer}" sends fp32': t.dtype == "pure_bf16" and moves_whole,
         }
+        cuts_channels = {f"train.diagnostics_every={t.diagnostics_every} looks at all channels": t.diagnostics_every > 0}
         cuts_sequences = {f"train.layer_dropout={t.layer_dropout:g} leaves out rows": t.layer_dropout > 0}
-        needs_all_layers = {
-            f"train.evaluate_every={t.evaluate_every} scores texts of any length": t.evaluate_every > 0,
-            f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0,
-        }
+        needs_all_layers = {f"train.exit_loss={t.exit_loss:g} reads earlier layers": t.exit_loss > 0}
         refused: dict[str, bool] = {}
-        refused |= holds_pieces if cut != "context" else {}
+        refused |= rounds_pieces if cut not in ("context", "pipeline") else {}
+        refused |= cuts_channels if cut == "tensor" else {}
         refused |= cuts_sequences if cut in ("context", "tensor", "pipeline") else {}
         refused |= needs_all_layers if cut in ("tensor", "pipeline") else {}
         for what, asked in refused.items():

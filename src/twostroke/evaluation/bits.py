@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from twostroke.core.aside import write_text
 from twostroke.core.errors import DataError, InputError, TwostrokeError
 from twostroke.core.policy import SCORED_TOKENS_PER_PASS
+from twostroke.core.spec import ModelSpec
 from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
@@ -40,6 +41,8 @@ class Scorable(Protocol):
 
     def hidden(self, tokens: torch.Tensor, positions: Any, documents: Any) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def spec(self) -> ModelSpec: ...
     @property
     def head_weight(self) -> torch.Tensor: ...
     @property
@@ -85,9 +88,8 @@ def token_nats(
     """
     if not 1 <= stride <= context:
         raise InputError(f"stride={stride} must be between 1 and context={context}.")
-    weight = model.head_weight
-    n_vocabulary = weight.shape[0]
-    device = weight.device if device is None else torch.device(device)
+    n_vocabulary = model.spec.vocab_size
+    device = model.head_weight.device if device is None else torch.device(device)
     if len(ids) and int(ids.max()) >= n_vocabulary:
         raise InputError(
             f"the text has token id {int(ids.max())}, beyond the model's vocabulary of {n_vocabulary}. Use the model's "

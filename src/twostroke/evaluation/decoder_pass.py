@@ -39,5 +39,5 @@ def score_rows(
     weight = model.head_weight
     rows, columns, wanted = (torch.from_numpy(a).to(weight.device) for a in (*at, targets))
     chosen = hidden[rows, columns]  # (n, E)
-    chunk = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    chunk = max(1, LOGITS_AT_ONCE // model.spec.vocab_size)
     return [score(model.logits(chosen[i : i + chunk]).float(), wanted[i : i + chunk]) for i in range(0, len(targets), chunk)]

@@ -82,6 +82,11 @@ def quantize_nf4(weight: Tensor, block: int = NF4_BLOCK, double: bool = True) ->
     return Nf4Matrix(shape, block, (codes[::2] << 4) | codes[1::2], scales, scale_scales, offset)
 
 
+def decoded_scales(matrix: Nf4Matrix) -> Tensor:
+    """The scale of each block of ``matrix`` in fp32."""
+    return _decoded_scales(matrix.scales, matrix.scale_scales, matrix.scale_offset)
+
+
 def _decoded_scales(scales: Tensor, scale_scales: Tensor | None, offset: Tensor | None) -> Tensor:
     if scale_scales is None or offset is None:
         return scales
@@ -101,7 +106,7 @@ def _decoded(matrix: Nf4Matrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
     # Both codes of a byte in one look-up of 256 pairs: half the look-ups, and no tensor of 64-bit indices for each weight.
     pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1)  # (256, 2)
     values = F.embedding(codes, pairs).view(-1, matrix.block)
-    scales = _decoded_scales(matrix.scales, matrix.scale_scales, matrix.scale_offset)
+    scales = decoded_scales(matrix)
     n_values = matrix.shape[0] * matrix.shape[1]
     return (values * scales[:, None]).to(dtype).flatten()[:n_values].view(matrix.shape)
 

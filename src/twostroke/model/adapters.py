@@ -137,19 +137,30 @@ class LowRankExperts(LowRank):
 class Nf4Linear(nn.Module):
     """A frozen matrix in NF4 with its bias."""
 
+    codes: Tensor
+    scales: Tensor
+    scale_scales: Tensor | None
+    scale_offset: Tensor | None
+
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, block: int, double: bool) -> None:
         super().__init__()
         matrix = quantize_nf4(weight, block, double)
         self._shape, self._block = matrix.shape, matrix.block
-        for name, tensor in matrix.tensors.items():
-            self.register_buffer(name, tensor)
-        self._double = double
+        self._hold(matrix)
         self.register_parameter("bias", bias)
+
+    def _hold(self, matrix: Nf4Matrix) -> None:
+        for name in ("codes", "scales", "scale_scales", "scale_offset"):
+            self.register_buffer(name, getattr(matrix, name))
 
     @property
     def matrix(self) -> Nf4Matrix:
-        second = (self.get_buffer("scale_scales"), self.get_buffer("scale_offset")) if self._double else (None, None)
-        return Nf4Matrix(self._shape, self._block, self.get_buffer("codes"), self.get_buffer("scales"), *second)
+        return Nf4Matrix(self._shape, self._block, self.codes, self.scales, self.scale_scales, self.scale_offset)
+
+    def replace(self, matrix: Nf4Matrix) -> None:
+        """Hold ``matrix``, a piece of the one before."""
+        self._shape = matrix.shape
+        self._hold(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         product = nf4_linear(x, self.matrix)
@@ -164,12 +175,25 @@ class Nf4Experts(nn.Module):
         super().__init__()
         matrices = [quantize_nf4(matrix, block, double) for matrix in weight.unflatten(0, (copies, -1))]
         self.copies, self._shape, self._block = copies, matrices[0].shape, block
-        for name, tensor in stacked(matrices).items():
+        held = stacked(matrices)
+        for name, tensor in held.items():
             self.register_buffer(name, tensor)
+        self._names = tuple(held)
         self.register_parameter("bias", bias)
 
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """Codes and scales of all experts by name, those of one after another's."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def keep(self, first: int, end: int) -> None:
+        """Hold the matrices of experts ``first`` to ``end`` alone, but their biases as they are."""
+        for name, tensor in self.held.items():
+            setattr(self, name, tensor[first:end].clone())
+        self.copies = end - first
+
     def forward(self, x: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        product = grouped_nf4_linear(x, self._shape, self._block, dict(self.named_buffers()), ends)
+        product = grouped_nf4_linear(x, self._shape, self._block, self.held, ends)
         bias = self._parameters["bias"]
         return product if bias is None else product + bias.unflatten(0, (self.copies, -1))[expert].to(product.dtype)
 
@@ -186,13 +210,13 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict(adapters)
-        self._rows, self._names = tuple(rows), tuple(names)
+        self.rows, self._names = tuple(rows), tuple(names)
 
     def forward(self, x: Tensor, *of_rows: Tensor) -> Tensor:
         y = self.base(x, *of_rows)
         pieces = [
             piece if name is None else piece + self.adapters[name](x, *of_rows)
-            for piece, name in zip(y.split(self._rows, dim=-1), self._names, strict=True)
+            for piece, name in zip(y.split(self.rows, dim=-1), self._names, strict=True)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 

@@ -32,6 +32,7 @@ from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import StepLog
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.step import TrainStep
+from twostroke.training.together import run_together
 
 
 def build(inputs: RunInputs) -> RunState:
@@ -55,6 +56,7 @@ def build(inputs: RunInputs) -> RunState:
             log(note)
     decoder.train()
     masters = masters_of(decoder, settings.dtype, None if ranks.is_alone else ranks)
+    run_together(decoder, ranks)
     optimizers = Optimizers(masters, inputs.spec, settings)
     step_log = StepLog(inputs.directory.log, log)
     saver = CheckpointSaver(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from twostroke.model.decoder import Decoder
-from twostroke.training.expert_parallel import expert_cuts, share_experts
-from twostroke.training.ranked_masters import DividedMasters, row_norms
+from twostroke.training.expert_parallel import share_experts
+from twostroke.training.ranked_masters import DividedMasters, row_norms, trained_shapes
 from twostroke.training.ranks import Part, Ranks, gathered, sum_over
-from twostroke.training.tensor_parallel import cut_decoder, cuts
+from twostroke.training.tensor_parallel import cut_decoder
 from twostroke.training.whole import Cut, CutPart
 
 
@@ -26,7 +26,7 @@ class CutMasters(DividedMasters):
     """Of parallelism: the name of the ranks that share."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        self._shapes = trained_shapes(decoder)
         self._cuts = self._cut(decoder, ranks)
         super().__init__(decoder, dtype, stored, ranks)
 
@@ -49,7 +49,7 @@ class CutMasters(DividedMasters):
         """√Σ‖row‖² of each gradient, of what all ranks hold of it."""
         squares = torch.stack(
             [
-                row_norms(gradient).double().square().sum() * float(name in self._cuts or self.ranks.place == 0)
+                row_norms(gradient).double().square().sum() * float(self.counts(name))
                 for name, gradient in self.gradients.items()
             ]
         )
@@ -57,6 +57,9 @@ class CutMasters(DividedMasters):
 
     def is_piece(self, name: str) -> bool:
         return name in self._cuts
+
+    def counts(self, name: str) -> bool:
+        return name in self._cuts or self.ranks.place == 0
 
     def part(self, name: str, local: Tensor) -> Tensor | Part:
         return CutPart(local, self._cuts[name]) if name in self._cuts else local
@@ -79,8 +82,7 @@ class TensorMasters(CutMasters):
     kind = "tensor"
 
     def _cut(self, decoder: Decoder, ranks: Ranks) -> Mapping[str, Cut]:
-        cut_decoder(decoder, ranks)
-        return cuts(decoder.spec)
+        return cut_decoder(decoder, ranks)
 
 
 class ExpertMasters(CutMasters):
@@ -89,5 +91,4 @@ class ExpertMasters(CutMasters):
     kind = "expert"
 
     def _cut(self, decoder: Decoder, ranks: Ranks) -> Mapping[str, Cut]:
-        share_experts(decoder, ranks)
-        return expert_cuts(decoder.spec)
+        return share_experts(decoder, ranks)

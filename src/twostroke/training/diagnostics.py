@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,14 @@ from twostroke.model.decoder import Decoder
 from twostroke.training.measurement import rounded
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import eager
+from twostroke.training.progress import Phase
 from twostroke.training.step import part_of
 
 if TYPE_CHECKING:
     from twostroke.training.measurement import StepRecord
     from twostroke.training.run import RunState
+
+T = TypeVar("T")
 
 SAMPLED_PER_TENSOR = 2**16
 """Number of weights of each tensor that are compared before and after a step. A copy of all would be as large as the model."""
@@ -95,18 +98,27 @@ class WeightSample:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._values = {name: _sample(weight).clone() for name, weight in weights.items()}
 
-    def update_ratios(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """‖w_now − w_then‖ / ‖w_then‖ of each part of the model ("embed", "blocks.0", …), estimated from the samples. The sums
-        of squares of a tensor are multiplied by its size over its sample's. A part that was all zeros is left out.
-        """
-        moved: dict[str, float] = {}
-        size: dict[str, float] = {}
+    def squares(self, weights: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+        """(‖w_now − w_then‖², ‖w_then‖²) of each part of the model ("embed", "blocks.0", …), estimated from the samples: the
+        sums of squares of a tensor are multiplied by its size over its sample's."""
+        found: dict[str, tuple[float, float]] = {}
         for name, then in self._values.items():
-            part, weight = part_of(name), weights[name].numel() / max(1, then.numel())
+            weight, (moved, size) = weights[name].numel() / max(1, then.numel()), found.get(part_of(name), (0.0, 0.0))
             difference = _sample(weights[name]).float() - then.float()
-            moved[part] = moved.get(part, 0.0) + weight * float(difference.square().sum())
-            size[part] = size.get(part, 0.0) + weight * float(then.float().square().sum())
-        return {part: rounded(math.sqrt(moved[part] / size[part])) for part in moved if size[part] > 0}
+            moved, size = moved + weight * float(difference.square().sum()), size + weight * float(then.float().square().sum())
+            found[part_of(name)] = moved, size
+        return found
+
+
+def update_ratios(squares: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """‖w_now − w_then‖ / ‖w_then‖ of each part of a model, of whose ``WeightSample.squares`` each of some ranks has its own. A
+    part that was all zeros is left out."""
+    found: dict[str, float] = {}
+    for part in dict.fromkeys(part for own in squares for part in own):
+        moved, size = (sum(own[part][i] for own in squares if part in own) for i in range(2))
+        if size > 0:
+            found[part] = rounded(math.sqrt(moved / size))
+    return found
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -124,6 +136,7 @@ class Diagnostics(Observer):
     ``update_ratios`` of the step."""
 
     name = "diagnostics"
+    runs_model = True
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -135,16 +148,31 @@ class Diagnostics(Observer):
     def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if record.step % self.every == 0:
-            if self._before is not None:
-                values["update_ratios"] = self._before.update_ratios(run.masters.weights)
-            if run.last_batch is not None:
-                values["activations"] = activation_statistics(run.decoder, run.last_batch)
+            with run.inputs.ranks.progress.doing(Phase.OBSERVING):
+                if self._before is not None:
+                    squares = self._before.squares(run.masters.weights)
+                    values["update_ratios"] = update_ratios(_by_rank(run, squares)[: run.inputs.ranks.layout.of_a_replica])
+                if run.last_batch is not None:
+                    values["activations"] = self._activations(run, run.last_batch)
         self._look_ahead(run)
         return values
 
+    def _activations(self, run: RunState, batch: Batch) -> dict[str, list[float]]:
+        """Those of all layers, of which each stage has its own, over the micro-batch with the highest number."""
+        by_rank, layout = _by_rank(run, activation_statistics(run.decoder, batch)), run.inputs.ranks.layout
+        run.masters.drop_gathered()
+        stages = by_rank[-layout.together :: layout.context * layout.tensor]
+        return {name: [value for stage in stages for value in stage[name]] for name in stages[0]}
+
     def _look_ahead(self, run: RunState) -> None:
         """Sample the weights before a step that is compared."""
-        self._before = WeightSample(run.masters.weights) if (run.step + 1) % self.every == 0 else None
+        held = {name: weight for name, weight in run.masters.weights.items() if run.masters.counts(name)}
+        self._before = WeightSample(held) if (run.step + 1) % self.every == 0 else None
 
     def close(self) -> None:
         self._before = None
+
+
+def _by_rank(run: RunState, found: T) -> list[T]:
+    """``found`` of each rank where they hold parts of the model; of this one alone elsewhere."""
+    return run.inputs.ranks.gathered(found) if run.masters.is_sharded else [found]

@@ -49,10 +49,12 @@ class WeightAverage:
         parameters = list(masters.parameters.values())
         kept = [parameter.clone() for parameter in parameters]
         torch._foreach_copy_(parameters, list(self.averages.values()))
+        masters.share_working_copy()
         try:
             yield
         finally:
             torch._foreach_copy_(parameters, kept)
+            masters.share_working_copy()
 
     @property
     def bytes(self) -> int:

@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.matrices import Matrix, block
 from twostroke.core.parallel_recipe import divisors
+from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.grouped import rows_in_order, sorted_rows
+from twostroke.model.adapters import LowRankExperts, Nf4Experts, choose_targets
 from twostroke.model.decoder import Decoder
-from twostroke.model.experts import ExpertsMlp
+from twostroke.model.experts import ExpertMatrix, ExpertsMlp
 from twostroke.training.ranks import SENT, Ranks
 from twostroke.training.whole import Cut
 
 
-def check_expert(spec: ModelSpec, n: int) -> None:
-    """Raise ConfigError if ``n`` ranks cannot share the experts of ``spec``."""
+def check_expert(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
+    """Raise ConfigError if ``n`` ranks cannot share the experts of ``spec``, or what ``recipe`` trains of them."""
     if n == 1:
         return
     if spec.moe is None:
@@ -34,19 +35,12 @@ def check_expert(spec: ModelSpec, n: int) -> None:
         raise ConfigError(
             f"parallel.expert={n} must divide the model's {spec.moe.n_experts} experts. Use {divisors(spec.moe.n_experts)}."
         )
-
-
-def expert_cuts(spec: ModelSpec) -> dict[str, Cut]:
-    """The decoder's parameters of which a rank holds its experts' rows, by name."""
-    found = {}
-    for layer in range(spec.n_layers):
-        for stored in block(spec, layer):
-            if isinstance(stored, Matrix) and stored.split == "expert":
-                name = f"blocks.{layer}.{stored.module}"
-                found[f"{name}.weight"] = Cut((stored.rows, stored.k), 0, (stored.rows,))
-                if stored.bias:
-                    found[f"{name}.bias"] = Cut((stored.rows,), 0, (stored.rows,))
-    return found
+    of_experts = recipe.trains_adapters and any(t.copies > 1 for t in choose_targets(spec, recipe.lora.targets))
+    if of_experts and recipe.lora.dropout > 0:
+        raise ConfigError(
+            f"lora.dropout={recipe.lora.dropout:g} leaves out values of rows, which parallel.expert={n} holds on another "
+            "rank than their random numbers. Set lora.dropout=0, or leave experts out of lora.targets."
+        )
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -68,17 +62,22 @@ class _ExchangeRows(torch.autograd.Function):
         return _ExchangeRows.apply(upstream[0], received, sent, ctx.group), None, None, None
 
 
-def share_experts(decoder: Decoder, ranks: Ranks) -> None:
-    """Keep this rank's experts of ``decoder``, and let rows travel to them."""
+def share_experts(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
+    """Keep this rank's experts of ``decoder``, and let rows travel to them. Returns how parameters were cut."""
     n, rank = ranks.layout.expert, ranks.expert
-    parameters = dict(decoder.named_parameters())
-    for name, cut in expert_cuts(decoder.spec).items():
-        parameters[name].data = cut.piece(parameters[name].data, rank, n)
-    for module in decoder.modules():
-        if isinstance(module, ExpertsMlp):
-            module.expert_gate_up.copies //= n
-            module.expert_down.copies //= n
+    found: dict[str, Cut] = {}
+    for name, module in decoder.named_modules():
+        if isinstance(module, ExpertMatrix | Nf4Experts | LowRankExperts):
+            for kind, parameter in module.named_parameters(name, recurse=False):
+                found[kind] = Cut(tuple(parameter.shape), 0, (len(parameter),))
+                parameter.data = found[kind].piece(parameter.data, rank, n)
+            if isinstance(module, Nf4Experts):
+                module.keep(rank * module.copies // n, (rank + 1) * module.copies // n)
+            else:
+                module.copies //= n
+        elif isinstance(module, ExpertsMlp):
             _exchange_rows(module, ranks.mesh.get_group("expert"), n)
+    return found
 
 
 def _exchange_rows(mlp: ExpertsMlp, group: Any, n: int) -> None:

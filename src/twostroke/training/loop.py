@@ -83,8 +83,9 @@ def execute(
                 # Closed in reverse order: the saver may still write when the observers have ended.
                 closing.callback(run.loader.close)
                 closing.callback(run.saver.close)
-                asked = (*requested(inputs.recipe, inputs.log), *observers) if ranks.is_first else ()
-                watching = Observers(asked, inputs.log)
+                asked = [*requested(inputs.recipe, inputs.log, ranks.is_first), *(observers if ranks.is_first else ())]
+                together = ranks.any if run.masters.is_sharded else None
+                watching = Observers(asked if ranks.is_first or together else (), inputs.log, together)
                 closing.callback(watching.close)
                 closing.enter_context(inputs.entry.meter)
                 watching.begin(run)
@@ -175,9 +176,10 @@ class _Loop:
             line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
-                # Ranks that hold rows of the model compute together, and each comes to the same scores.
-                with run.inputs.ranks.progress.doing(Phase.SCORING):
-                    line |= self._scores() if run.masters.is_sharded else run.inputs.ranks.led(self._scores)
+                # Ranks that hold parts of the model compute together.
+                ranks = run.inputs.ranks
+                with ranks.progress.doing(Phase.SCORING):
+                    line |= ranks.of_last_layer(self._scores()) if run.masters.is_sharded else ranks.led(self._scores)
             if run.inputs.ranks.is_first:
                 run.step_log.append(line)
             self.observers.after_line(line)
@@ -317,8 +319,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def requested(recipe: TrainRecipe, log: Log) -> list[Observer]:
-    """The observers that ``recipe`` names. Raises InputError if it names TensorBoard and that is not installed."""
+def requested(recipe: TrainRecipe, log: Log, is_first: bool) -> list[Observer]:
+    """The observers that ``recipe`` names, where this ``is_first`` of its ranks; of others those that run the model. Raises
+    InputError if it names TensorBoard and that is not installed."""
     from twostroke.training.diagnostics import Diagnostics
     from twostroke.training.samples import Samples
     from twostroke.training.tensorboard import TensorBoard
@@ -329,6 +332,6 @@ def requested(recipe: TrainRecipe, log: Log) -> list[Observer]:
         found.append(Diagnostics(settings.diagnostics_every))
     if settings.sample_every:
         found.append(Samples(settings.sample_every, settings.sample_prompts, log))
-    if settings.tensorboard:
+    if settings.tensorboard and is_first:
         found.append(TensorBoard(log))
     return found

@@ -19,6 +19,8 @@ class Observer:
     """
 
     name = "an observer"
+    runs_model = False
+    """Whether it runs the model, which ranks that hold parts of it do together."""
 
     def begin(self, run: RunState) -> None:
         """Called when the run is built or restored, after ``run.step`` steps, and again when a rollback returns to an earlier
@@ -36,17 +38,21 @@ class Observer:
 
 
 class Observers:
-    """All observers of a run. An observer that raises is logged once and dropped, and the run goes on."""
+    """All observers of a run. An observer that raises is logged once and dropped, and the run goes on.
 
-    def __init__(self, observers: Sequence[Observer], log: Log) -> None:
-        self._observers, self._log = list(observers), log
+    Where ranks hold parts of the model, ``together`` tells whether something is so on any of them: those that run the model are
+    dropped on all.
+    """
+
+    def __init__(self, observers: Sequence[Observer], log: Log, together: Callable[[bool], bool] | None = None) -> None:
+        self._observers, self._log, self._together = list(observers), log, together
 
     def begin(self, run: RunState) -> None:
-        self._each(lambda observer: observer.begin(run))
+        self._each(lambda observer: observer.begin(run), self._together)
 
     def after_step(self, run: RunState, record: StepRecord) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        self._each(lambda observer: values.update(observer.after_step(run, record)))
+        self._each(lambda observer: values.update(observer.after_step(run, record)), self._together)
         return values
 
     def after_line(self, line: dict[str, Any]) -> None:
@@ -55,11 +61,17 @@ class Observers:
     def close(self) -> None:
         self._each(lambda observer: observer.close())
 
-    def _each(self, call: Callable[[Observer], None]) -> None:
+    def _each(self, call: Callable[[Observer], None], together: Callable[[bool], bool] | None = None) -> None:
         for observer in tuple(self._observers):
+            said = ""
             try:
                 call(observer)
             except Exception as error:  # no error of an observer ends the run
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            failed = bool(said)
+            if together is not None and observer.runs_model:
+                failed = together(failed)
+            if failed:
                 self._observers.remove(observer)
-                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self._log(f"{observer.name} failed and was dropped: {first_line:.300}. Training continues without it.")
+                said = said or "another rank could not go on"
+                self._log(f"{observer.name} failed and was dropped: {said:.300}. Training continues without it.")

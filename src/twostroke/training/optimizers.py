@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,21 @@ def _muon(settings: TrainSettings, params: list[Tensor]) -> torch.optim.Optimize
     )
 
 
+WHOLE_STATE: dict[str, dict[str, torch.device | None]] = {
+    "muon": {"momentum_buffer": None},
+    "lamb": {"step": torch.device("cpu"), "exp_avg": None, "exp_avg_sq": None},
+}
+"""What an optimizer of whole matrices keeps of each, as ``OwnedMatrices`` has it."""
+
+
+def _of_whole(settings: TrainSettings, name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
+    """That of the matrices of master ``name``, which is updated whole."""
+    if settings.optimizer == "muon":
+        return _muon(settings, leaves)
+    decay = settings.weight_decay if decays(name, leaves[0], settings) else 0.0
+    return _optimizer(settings, [{"params": leaves, "weight_decay": decay}])
+
+
 class Optimizers:
     """The optimizers of one run, with its loss scale and running average. ``step`` reads the masters' gradients and changes the
     masters in place.
@@ -139,7 +155,8 @@ class Optimizers:
             gradient = masters.gradients[name]
             is_matrix = OPTIMIZERS[settings.optimizer].by_matrix and is_block_matrix(name, weight)
             rows = matrix_parts(name, masters.shapes[name][0], spec) if is_matrix else {}
-            if is_matrix and isinstance(masters, DividedMasters) and masters.is_piece(name):
+            is_whole = is_matrix or (settings.optimizer == "lamb" and weight.dim() > 1)
+            if is_whole and isinstance(masters, DividedMasters) and masters.is_piece(name):
                 parts = [(f"{name}[{part}]", n) for part, n in rows.items()]
                 owned[name] = parts or [(name, masters.shapes[name][0])]
                 continue
@@ -165,19 +182,19 @@ class Optimizers:
         self._owned: OwnedMatrices | None = None
         if owned:
             assert isinstance(masters, DividedMasters)
-            self._owned = OwnedMatrices(masters, owned, lambda leaves: _muon(settings, leaves))
+            self._owned = OwnedMatrices(masters, owned, partial(_of_whole, settings), WHOLE_STATE[settings.optimizer])
             self._optimizers.append(self._owned)
         self._base_rates = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         self._rounded: list[RoundedUpdates] = []
         self._updates = 0
         if masters.stored == torch.bfloat16:
             device = self.parts[0].tensor.device
-            self._noise = Noise(device)
+            noise, keys = Noise(device), {id(part.tensor): part.key for part in self.parts}
             for optimizer in self._optimizers:
                 matrix = torch.zeros(1, 1, device=device)
                 whole = isinstance(optimizer, (torch.optim.Muon, Lamb))
                 make = _muon if isinstance(optimizer, torch.optim.Muon) else _optimizer
-                self._rounded.append(RoundedUpdates(optimizer, make(settings, [matrix]), whole, self._noise))
+                self._rounded.append(RoundedUpdates(optimizer, make(settings, [matrix]), whole, noise, keys))
         self.loss_scale = DynamicLossScale() if masters.dtype == torch.float16 else None
         self.average = WeightAverage(masters.weights, settings.ema_decay) if settings.ema_decay else None
         self._masters, self._has_begun = masters, False
@@ -191,9 +208,11 @@ class Optimizers:
                 group["lr"] = rate * learning_rate_factor
         if self._rounded:
             self._updates += 1
-            self._noise.begin(self._updates)
-        for updates in self._rounded or self._optimizers:
-            updates.step()
+            for updates in self._rounded:
+                updates.step(self._updates)
+        else:
+            for optimizer in self._optimizers:
+                optimizer.step()
         if self.average is not None:
             self.average.update()
         if not self._has_begun:
@@ -226,7 +245,7 @@ class Optimizers:
             shared[ROUNDING] = {"updates": torch.tensor(self._updates, dtype=torch.int64)}
         named = {f"{owner}{SEPARATOR}{name}": value for owner, values in shared.items() for name, value in values.items()}
         own: dict[str, Any] = self._own_state()
-        whole = {} if self._owned is None else self._owned.state(has_begun=bool(own))
+        whole = {} if self._owned is None else self._owned.state(self._has_begun)
         return own | whole | named
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -265,6 +284,7 @@ class Optimizers:
                 optimizer_of[id(part.tensor)].state[part.tensor] = {
                     name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
                 }
+        self._has_begun = bool(by_owner)
         self._masters.saw_state(self.state())
 
     @property

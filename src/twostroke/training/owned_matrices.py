@@ -1,7 +1,8 @@
-"""Muon where ranks hold pieces of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
+"""Muon and LAMB where ranks hold pieces of the matrices: each matrix is updated whole, by the rank of its replica that owns it.
 
-Orthogonalising needs all rows. So a rank's piece of weight and gradient travels to the owner, which updates the matrix as one
-process would, and the new pieces travel back. Owners take turns in the order of the matrices, and keep the momentum.
+Orthogonalising, and a matrix's length, need all of it. So a rank's piece of weight and gradient travels to the owner, which
+updates the matrix as one process would, and the new pieces travel back. Owners take turns in the order of the matrices, and
+keep the optimizer's state.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranks import Part
 from twostroke.training.whole import OwnedPart
 
-MOMENTUM = "momentum_buffer"
-
 
 class OwnedMatrices:
-    """The optimizer of the masters by ``names``. ``parts`` are (key, rows) of the matrices that each packs, in order.
+    """The optimizer of the masters by ``names``. ``parts`` are (key, rows) of the matrices that each packs, in order. ``make``
+    makes the optimizer of a master's matrices. ``kept`` is what it keeps of each, by name: tensors of the matrix's shape, and
+    numbers with their device.
 
     It has ``param_groups`` and ``step`` as torch's optimizers have.
     """
@@ -31,7 +32,8 @@ class OwnedMatrices:
         self,
         masters: DividedMasters,
         parts: Mapping[str, Sequence[tuple[str, int]]],
-        make: Callable[[list[Tensor]], torch.optim.Optimizer],
+        make: Callable[[str, list[Tensor]], torch.optim.Optimizer],
+        kept: Mapping[str, torch.device | None],
     ) -> None:
         self._masters, self._parts, self._names = masters, parts, list(parts)
         masters.owned = frozenset(self._names)
@@ -45,8 +47,10 @@ class OwnedMatrices:
             for number, name in enumerate(self._names)
             if self._owner(number) == self._own
         }
-        self._optimizers = {name: make(leaves) for name, leaves in self._leaves.items()}
-        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": make([torch.empty(1, 1)]).param_groups[0]["lr"]}]
+        self._kept = dict(kept)
+        self._optimizers = {name: make(name, leaves) for name, leaves in self._leaves.items()}
+        rate = make(self._names[0], [torch.empty(1, 1)]).param_groups[0]["lr"]
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": rate}]
 
     def _owner(self, number: int) -> int:
         return number % self._n
@@ -106,21 +110,21 @@ class OwnedMatrices:
         return [key for *_, key, _ in self._all()]
 
     def state(self, has_begun: bool) -> dict[str, Part]:
-        """The momentum of each matrix by its key; none before the first step."""
+        """What is kept of each matrix, by ``<key>::<name>``; nothing before the first step."""
         found: dict[str, Part] = {}
         for owner, name, place, key, rows in self._all() if has_begun else ():
-            tensor = None
-            if owner == self._own:
-                tensor = self._optimizers[name].state[self._leaves[name][place]][MOMENTUM]
-            shape = (rows, *self._masters.shapes[name][1:])
-            found[f"{key}::{MOMENTUM}"] = OwnedPart(tensor, shape, owner, torch.float32, self._device)
+            held = self._optimizers[name].state[self._leaves[name][place]] if owner == self._own else {}
+            for kept, device in self._kept.items():
+                shape = (rows, *self._masters.shapes[name][1:]) if device is None else ()
+                part = OwnedPart(held.get(kept), shape, owner, torch.float32, device or self._device)
+                found[f"{key}::{kept}"] = part
         return found
 
     def load_state(self, by_key: dict[str, dict[str, Tensor]]) -> None:
-        """Restore the momentum of the matrices that this rank owns."""
+        """Restore what is kept of the matrices that this rank owns."""
         for owner, name, place, key, _ in self._all():
             if owner == self._own and key in by_key:
-                state = {MOMENTUM: by_key[key][MOMENTUM].to(self._device, copy=True)}
+                state = {kept: by_key[key][kept].to(device or self._device, copy=True) for kept, device in self._kept.items()}
                 self._optimizers[name].state[self._leaves[name][place]] = state
 
     @property

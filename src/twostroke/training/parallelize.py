@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
+from twostroke.model.adapters import Nf4Experts, Nf4Linear
 from twostroke.model.decoder import Decoder
 from twostroke.training.compression import decoded, encoded
 from twostroke.training.context_parallel import check_context
@@ -95,7 +96,8 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     """Cut the parameters of ``decoder`` by rows over the ranks of each replica, a block at a time; embedding, head and final
     norm are one unit, because embedding and head may be one matrix. Blocks compute in ``dtype``.
 
-    zero = 2 keeps the weights gathered from the forward pass to the backward pass, 3 gathers them twice.
+    zero = 2 keeps the weights gathered from the forward pass to the backward pass, 3 gathers them twice. Frozen weights are cut
+    and gathered as well; of matrices in NF4 the codes, and the scales, a thirtieth of them, stay whole.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -103,6 +105,11 @@ def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     mesh = ranks.mesh["shard"]
+    for module in decoder.modules():
+        if isinstance(module, Nf4Linear | Nf4Experts):  # FSDP2 cuts parameters alone
+            codes = module.get_buffer("codes")
+            del module.codes
+            module.codes = nn.Parameter(codes, requires_grad=False)
     units = [*decoder.get_submodule("blocks").children(), decoder]
     for unit in units:
         reshards = ranks.layout.zero == 3 and unit is not decoder
@@ -117,7 +124,7 @@ def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -
     """Raise ConfigError if ``layout`` cannot cut what ``recipe`` trains."""
     check_tensor(recipe, spec, layout.tensor)
     check_context(recipe, spec, layout.context)
-    check_expert(spec, layout.expert)
+    check_expert(recipe, spec, layout.expert)
     check_pipeline(spec, layout.pipeline)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twostroke.model.decoder import Decoder
-from twostroke.training.ranked_masters import OPTIMIZER, DividedMasters
+from twostroke.training.ranked_masters import OPTIMIZER, DividedMasters, trained_shapes
 from twostroke.training.ranks import Part, Ranks
 from twostroke.training.stages import stage_of
 from twostroke.training.whole import OwnedPart, Whole
@@ -34,16 +34,18 @@ class PipelineMasters(DividedMasters):
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
         self._stage, self._n = ranks.pipeline, ranks.layout.pipeline
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-        self._stage_of = {name: stage_of(name, self._n, decoder.spec.n_layers) for name in self._shapes}
-        self._is_tied = decoder.head is None
-        self._copy = decoder.embed.weight if self._is_tied and self._stage == self._n - 1 else None
+        self._shapes = trained_shapes(decoder)
+        held = [name for name, _ in (*decoder.named_parameters(), *decoder.named_buffers())]
+        self._stage_of = {name: stage_of(name, self._n, decoder.spec.n_layers) for name in held}
         self._embed = decoder.embed.weight
-        for name, parameter in decoder.named_parameters():
+        reads_embedding = decoder.head is None and self._stage == self._n - 1
+        self._is_tied = decoder.head is None and self._embed.requires_grad
+        self._copy = self._embed if reads_embedding and self._is_tied else None
+        for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
             if self._stage_of[name] != self._stage:
-                parameter.requires_grad_(False)
-                if parameter is not self._copy:
-                    parameter.data = parameter.data.new_empty(0)
+                tensor.requires_grad_(False)
+                if not (reads_embedding and tensor is self._embed):
+                    tensor.data = tensor.data.new_empty(0)
         self._state_rows: dict[str, _StateRow] = {}
         self._sending: list[tuple[Any, Tensor]] = []
         super().__init__(decoder, dtype, stored, ranks)
@@ -88,8 +90,7 @@ class PipelineMasters(DividedMasters):
         return super().finish_window()
 
     @torch.no_grad()
-    def update_working_copy(self) -> None:
-        super().update_working_copy()
+    def share_working_copy(self) -> None:
         if self._is_tied:
             if self._stage == 0:
                 dist.send(self._embed.detach().contiguous(), self.rank_of(self._n - 1), tag=TIED)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twostroke.data.loader import Batch
+from twostroke.model.adapters import LowRank
 from twostroke.training.clock import StepClock
 from twostroke.training.pipeline_masters import BACKWARD, FORWARD, GENERATOR, PipelineMasters
 from twostroke.training.ranked_step import RankedStep
@@ -36,7 +37,7 @@ class PipelinedStep(RankedStep):
         self._stage, self._n = ranks.pipeline, ranks.layout.pipeline
         spec = self.decoder.spec
         self._layers = layers_of(self._stage, self._n, spec.n_layers)
-        self._draws = spec.dropout > 0
+        self._draws = spec.dropout > 0 or any(isinstance(m, LowRank) and m.dropout > 0 for m in self.decoder.modules())
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def _passes(

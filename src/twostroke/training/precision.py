@@ -125,6 +125,10 @@ class MasterWeights:
         """What this process keeps of a checkpoint's ``state``, which is what ``whole_state`` returned."""
         return state
 
+    def counts(self, name: str) -> bool:
+        """Whether sums over the ranks of a replica count what this one holds of master ``name``, which others may hold too."""
+        return True
+
     def drop_gathered(self) -> None:
         """Drop what a forward pass without a backward pass has gathered of other ranks' weights."""
 
@@ -144,6 +148,10 @@ class MasterWeights:
         """Round the masters into the working copy after an update."""
         if self.has_working_copy:
             torch._foreach_copy_(list(self.parameters.values()), list(self.weights.values()))
+        self.share_working_copy()
+
+    def share_working_copy(self) -> None:
+        """Give other ranks what they compute with of this one's working copy."""
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:

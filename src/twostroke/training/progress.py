@@ -47,6 +47,7 @@ class Phase(IntEnum):
     SAVING = 6
     SCORING = 7
     ENDING = 8
+    OBSERVING = 9
 
 
 PHASE_WORDS = {
@@ -56,6 +57,7 @@ PHASE_WORDS = {
     Phase.BUILDING: "while the model was built",
     Phase.SAVING: "while a checkpoint was written",
     Phase.SCORING: "while the model was scored",
+    Phase.OBSERVING: "while the model was looked into",
     Phase.ENDING: "at the end of the run",
 }
 

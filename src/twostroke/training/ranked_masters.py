@@ -197,12 +197,14 @@ class ShardedMasters(DividedMasters):
         self.compressed: CompressedSums | None = None  # each pass is, by the reduce-scatter
         self.dtype, self.stored = dtype, torch.float32
         self._decoder = decoder
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        self._shapes = trained_shapes(decoder)
         shard_decoder(decoder, ranks, dtype)
-        self._parameters = dict(decoder.named_parameters())
+        parameters = dict(decoder.named_parameters())
+        self._parameters = {name: parameters[name] for name in self._shapes}
         with torch.no_grad():
             self.weights = {name: _local(parameter) for name, parameter in self._parameters.items()}
-        self.frozen_bytes = sum(t.numel() * t.element_size() for t in decoder.buffers())
+        frozen = [_local(p) for p in parameters.values() if not p.requires_grad]
+        self.frozen_bytes = sum(t.numel() * t.element_size() for t in (*frozen, *decoder.buffers()))
         self.has_working_copy = False
         self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
 
@@ -242,6 +244,11 @@ class ShardedMasters(DividedMasters):
         n_rows, *rest = self._shapes[name]
         first, end = rows_of(n_rows, rank, self.ranks.layout.shard)
         return (end - first, *rest)
+
+
+def trained_shapes(decoder: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of ``decoder`` that are trained, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
 
 def row_norms(gradient: Tensor) -> Tensor:

@@ -162,6 +162,10 @@ class Ranks:
         """Ranks on this machine."""
         return 1 if self.n == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
 
+    def sharing(self, device: torch.device) -> int:
+        """Ranks that share the cores of one machine; 1 where each has a ``device`` of its own."""
+        return self.n_local if device.type == "cpu" else 1
+
     def told(self, error: TwostrokeError) -> TwostrokeError:
         """``error``, which every rank raises; the first one tells it."""
         error.is_told = not self.is_first
@@ -176,6 +180,10 @@ class Ranks:
         everything: list[Any] = [None] * self.n
         dist.all_gather_object(everything, found, group=self._control)
         return everything
+
+    def of_last_layer(self, found: T) -> T:
+        """What a rank found that has the last layer, on all ranks."""
+        return self.gathered(found)[(self.layout.pipeline - 1) * self.layout.context * self.layout.tensor]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""

@@ -10,10 +10,14 @@ from twostroke.core.families import read_spec
 from twostroke.core.recipe import TrainRecipe, spec_from_recipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import PreparedData
+from twostroke.data.tokenizer import load_tokenizer
 from twostroke.planner.choosing.size_ladder import pick_model
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import steps_for_budget
 from twostroke.planner.training.shape import TrainingShape
+from twostroke.training.parallelize import pick_device
+from twostroke.training.ranks import ALONE, Ranks
 
 
 def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:
@@ -23,7 +27,16 @@ def with_own_tokenizer(recipe: TrainRecipe) -> TrainRecipe:
     return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, tokenizer=recipe.model.init_from))
 
 
-def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware | None) -> ModelSpec:
+def spec_to_lay_out(recipe: TrainRecipe) -> ModelSpec:
+    """The spec that ``parallel.layout`` = "auto" is planned for, before the data are prepared."""
+    model, data = recipe.model, recipe.data
+    if model.init_from is not None:
+        return read_spec(Path(model.init_from))
+    vocabulary = load_tokenizer(data.tokenizer).get_vocab_size() if data.tokenizer is not None else data.vocab_size
+    return spec_from_recipe(model, vocabulary, recipe.train.sequence_length)
+
+
+def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware | None, ranks: Ranks = ALONE) -> ModelSpec:
     """The spec of the model to train: that of ``model.init_from``, the planner's choice, or the recipe's sizes.
 
     Raises ConfigError if the model is of a kind that is only planned, or cannot hold the tokenizer's vocabulary or the
@@ -50,7 +63,9 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
                 'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once (seven minutes), or give '
                 "the model's sizes."
             )
-        picked = pick_model(settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
+        device = pick_device()
+        times = ranks.n // ranks.sharing(device)  # as many machines, or devices, as a budget counts for
+        picked = pick_model(times * settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
         model = model.sized_as(picked)
     return _with_exits(spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,)), recipe)
 
@@ -68,8 +83,9 @@ def _with_exits(spec: ModelSpec, recipe: TrainRecipe) -> ModelSpec:
     return spec.with_(early_exit=True)
 
 
-def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None) -> int:
-    """``train.steps``, or the number of steps that the planner expects in ``train.budget_s`` with the start-up.
+def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | None, ranks: Ranks = ALONE) -> int:
+    """``train.steps``, or the number of steps that the planner expects in ``train.budget_s`` with the start-up, by the layout
+    of ``ranks``. All ranks stop after so many.
 
     Raises ConfigError for a budget on a machine that was not calibrated.
     """
@@ -81,4 +97,5 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, which does not exist. "
             "Run `twostroke calibrate` once (seven minutes), or give train.steps."
         )
-    return steps_for_budget(spec, TrainingShape.from_recipe(recipe, steps=0), hardware, settings.budget_s)
+    shape, sharing = TrainingShape.from_recipe(recipe, 0, ranks.n_readers), ranks.sharing(pick_device())
+    return steps_for_budget(spec, shape, hardware, settings.budget_s, layout_of(ranks.layout), sharing)

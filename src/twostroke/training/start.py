@@ -22,6 +22,7 @@ from twostroke.data.shards import PreparedData, open_prepared
 from twostroke.ledger.code_version import code_version
 from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
+from twostroke.planner.choosing.layouts import choose_layout
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
@@ -38,7 +39,7 @@ from twostroke.training.measurement import StepRecord
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import check_layout, pick_device
 from twostroke.training.ranks import ALONE, Ranks
-from twostroke.training.resolve import resolve_spec, resolve_steps, with_own_tokenizer
+from twostroke.training.resolve import resolve_spec, resolve_steps, spec_to_lay_out, with_own_tokenizer
 from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
 from twostroke.training.tensorboard import require_tensorboard
@@ -50,9 +51,9 @@ def _silent(line: str) -> None:
     pass
 
 
-def lay_out(recipe: TrainRecipe, ranks: Ranks | None) -> Ranks:
+def lay_out(recipe: TrainRecipe, ranks: Ranks | None, log: Log = _silent) -> Ranks:
     """``ranks`` by the recipe's ``[parallel]``, which is data parallel where several have none; a process by itself without
-    either.
+    either. ``log`` is told what the planner chose where that lays out.
 
     All ranks must run the same recipe and the same releases. Raises ConfigError on all of them otherwise, and for a layout that
     does not divide them.
@@ -62,20 +63,31 @@ def lay_out(recipe: TrainRecipe, ranks: Ranks | None) -> Ranks:
             return ALONE
         ranks = Ranks()
     layout = recipe.parallel or ParallelRecipe()
-    settings = recipe.train
     with ranks.agreed():
         releases = {"twostroke": code_version(), "torch": str(torch.__version__)}
         for rank, (theirs, other) in enumerate(ranks.gathered((releases, plain(recipe))) if ranks.n > 1 else ()):
             if ranks.is_first:  # which tells it
                 _check_alike(rank, theirs, releases, first_difference(plain(recipe), other))
-        if ranks.n > 1 and settings.budget_s:
-            raise ConfigError(
-                f"train.budget_s={settings.budget_s:g} is turned into steps by a plan of one process, and {ranks.n} ranks "
-                "train. Give train.steps."
-            )
-        layout = layout.on(ranks.n, settings.grad_accumulation)
+    if layout.is_auto:
+        layout = ranks.led(lambda: _chosen(recipe, ranks, log))
+    with ranks.agreed():
+        layout = layout.on(ranks.n, recipe.train.grad_accumulation)
     ranks.lay_out(layout, pick_device())
     return ranks
+
+
+def _chosen(recipe: TrainRecipe, ranks: Ranks, log: Log) -> ParallelRecipe:
+    """The planner's layout of ``recipe`` on ``ranks``."""
+    assert recipe.parallel is not None
+    if ranks.n == 1:
+        return dataclasses.replace(recipe.parallel, layout="explicit")
+    hardware, why_not = _hardware_of(pick_device())
+    if hardware is None:
+        raise ConfigError(f'parallel.layout="auto" is planned by a profile of this machine: {why_not}')
+    spec = spec_to_lay_out(with_own_tokenizer(recipe))
+    chosen, sentence = choose_layout(recipe, spec, ranks.n, hardware, check_layout, ranks.sharing(pick_device()))
+    log(sentence)
+    return chosen
 
 
 def _check_alike(rank: int, theirs: dict[str, str], own: dict[str, str], key: tuple[str, Any, Any] | None) -> None:
@@ -148,20 +160,25 @@ def _start(
         require_tensorboard()
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
-    hardware, why_not = _hardware_of(pick_device(), ranks.n)
+    hardware, why_not = _hardware_of(pick_device())
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)
         prepared = _same_data(recipe, resolved, data_progress)
-        planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware)
+        planned = Planned(_frozen_prediction(ledger, resolved.run_id), None if ranks.sharing(pick_device()) > 1 else hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
         return RunInputs(recipe, directory, resolved, prepared, entry, True, log, ranks)
     prepared, is_made = _prepare(recipe.data, data_progress)
-    spec = resolve_spec(recipe, prepared, hardware)
+    spec = resolve_spec(recipe, prepared, hardware, ranks)
     check_adapters(recipe, spec)
     check_layout(recipe, spec, ranks.layout)
-    steps = resolve_steps(recipe, spec, hardware)
+    steps = resolve_steps(recipe, spec, hardware, ranks)
     planned = Planned()
-    if hardware is not None:
+    if ranks.sharing(pick_device()) > 1:
+        log(
+            f"no prediction and no MFU: a machine is calibrated for one process with all its cores, and {ranks.n} ranks share "
+            "them."
+        )
+    elif hardware is not None:
         plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps, ranks.n_readers), hardware, layout_of(ranks.layout))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
@@ -212,10 +229,8 @@ def _preparing_s(recipe: DataRecipe, prepared: PreparedData, hardware: Hardware)
         return 0.0
 
 
-def _hardware_of(device: torch.device, n_ranks: int = 1) -> tuple[Hardware | None, str]:
+def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
     """(the machine as calibrated for training on ``device``, or None; the reason if it is None)."""
-    if device.type == "cpu" and n_ranks > 1:
-        return None, f"a machine is calibrated for one process with all its cores, and {n_ranks} ranks share them."
     try:
         return load_hardware("this", "train", device.type), ""
     except ConfigError as error:
@@ -265,7 +280,7 @@ def train(
     ranks: Ranks | None = None,
 ) -> TrainingResult:
     """Train by ``recipe`` from beginning to end, with ``start`` and ``execute`` in one call. Each of ``ranks`` calls it."""
-    laid_out = lay_out(recipe, ranks)
+    laid_out = lay_out(recipe, ranks, log)
     done = find_finished(recipe, resume, laid_out)
     if done is not None:
         return done

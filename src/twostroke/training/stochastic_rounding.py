@@ -16,6 +16,7 @@ more passes between bf16 and fp32.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ class Noise:
         self._table = torch.randint(0, 2**16, (_TABLE,), dtype=torch.int32, generator=generator).to(device)
         self._draw = random.Random(0)
 
-    def begin(self, update: int) -> None:
-        """Continue with the numbers of update ``update``."""
-        self._draw = random.Random(update)
+    def begin(self, update: int, key: str) -> None:
+        """Continue with the numbers of update ``update`` of parameter ``key``, which no other parameter changes."""
+        self._draw = random.Random(f"{update} {key}")
 
     def take(self, n: int) -> Tensor:
         start, mask = self._draw.randrange(_TABLE - min(n, _TABLE) + 1), self._draw.randrange(2**16)
@@ -67,13 +68,23 @@ class RoundedUpdates:
     whole matrices, which cannot be cut into pieces.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, worker: torch.optim.Optimizer, whole: bool, noise: Noise) -> None:
-        self._optimizer, self._worker, self._whole, self._noise = optimizer, worker, whole, noise
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        worker: torch.optim.Optimizer,
+        whole: bool,
+        noise: Noise,
+        keys: Mapping[int, str],
+    ) -> None:
+        """``keys`` are the parameters' by their ``id``."""
+        self._optimizer, self._worker, self._whole, self._noise, self._keys = optimizer, worker, whole, noise, keys
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, update: int) -> None:
+        """One step, number ``update`` of the run."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
+                self._noise.begin(update, self._keys[id(parameter)])
                 self._update(parameter, {name: value for name, value in group.items() if name != "params"})
 
     def _update(self, parameter: Tensor, settings: dict[str, object]) -> None:

@@ -22,6 +22,8 @@ from twostroke.core.parallel_recipe import divisors
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.packing import IGNORE_INDEX
+from twostroke.kernels.nf4 import Nf4Matrix, decoded_scales
+from twostroke.model.adapters import AdaptedLinear, LowRank, Nf4Linear
 from twostroke.model.decoder import Decoder, capped
 from twostroke.training.ranks import SENT, Ranks, all_gather
 from twostroke.training.tree_sums import tree_sum
@@ -49,6 +51,25 @@ def cuts(spec: ModelSpec) -> dict[str, Cut]:
     return found if spec.tied_embeddings else found | {"head.weight": table}
 
 
+def adapter_cuts(decoder: Decoder) -> dict[str, Cut]:
+    """The adapters' factors that tensor parallel cuts: B as the outputs of its matrix, A as the inputs. The other of the two is
+    whole on each rank, and each has a part of its gradient."""
+    splits = {
+        f"blocks.{layer}.{stored.module}": stored.split
+        for layer in range(decoder.spec.n_layers)
+        for stored in block(decoder.spec, layer)
+        if isinstance(stored, Matrix)
+    }
+    found = {}
+    for name, module in decoder.named_modules():
+        if isinstance(module, LowRank):
+            is_cut_by_inputs = splits[name.partition(".adapters.")[0]] == "row"
+            factor, dim = ("a", 1) if is_cut_by_inputs else ("b", 0)
+            shape = tuple(getattr(module, factor).shape)
+            found[f"{name}.{factor}"] = Cut(shape, dim, (shape[dim],))
+    return found
+
+
 def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
     """Raise ConfigError if ``n`` ranks cannot train ``spec`` by tensor parallel: what they do not divide, or a feature that is
     not cut."""
@@ -66,10 +87,19 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
         "latent attention": spec.mla is not None,
         "dropout": spec.dropout > 0,
         "a norm over all heads together": spec.qk_norm and away.qk_norm_over_heads,
+        "adapters with dropout (lora.dropout)": recipe.trains_adapters and recipe.lora.dropout > 0,
     }
     for what, present in refused.items():
         if present:
             raise ConfigError(f"the model has {what}, which parallel.tensor={n} does not cut yet. Use parallel.data or shard.")
+    if recipe.method == "qlora":
+        size = recipe.lora.nf4_block
+        for stored in (stored for layer in range(spec.n_layers) for stored in block(spec, layer)):
+            if isinstance(stored, Matrix) and (columns := stored.k // (n if stored.split == "row" else 1)) % size:
+                raise ConfigError(
+                    f"lora.nf4_block={size} must divide the {columns} columns that a rank has of {stored.name} with "
+                    f"parallel.tensor={n}: a scale is of one rank's values. Use {divisors(columns)}."
+                )
 
 
 # -- what ranks send each other ---------------------------------------------------------------------------------------------
@@ -231,11 +261,62 @@ def chunk_of_cut(spec: ModelSpec, ranks: Ranks) -> CutChunkLoss:
     return CutChunkLoss(rows_of(spec.vocab_size, group.rank, group.n)[0], group)
 
 
-def cut_decoder(decoder: Decoder, ranks: Ranks) -> None:
-    """Keep this rank's pieces of ``decoder``'s parameters, and let its modules gather and scatter the sequence."""
+def gathered_logits(own: Tensor, spec: ModelSpec, ranks: Ranks) -> Tensor:
+    """(…, V) of each rank's part of the vocabulary, of which the last ones may have fewer ids."""
+    group = TensorGroup.of(ranks)
+    each = rows_of(spec.vocab_size, 0, group.n)[1]
+    parts = group.over_ranks(F.pad(own, (0, each - own.shape[-1])))
+    return torch.cat(list(parts), dim=-1)[..., : spec.vocab_size]
+
+
+def nf4_piece(matrix: Nf4Matrix, cut: Cut, rank: int, n: int) -> Nf4Matrix:
+    """What ``rank`` of ``n`` holds of ``matrix`` by ``cut``, of whole blocks: the same codes, and their scales in fp32, because
+    those that share a scale of scales are no neighbours in a piece."""
+    rows, columns = matrix.shape
+
+    def piece(held: Tensor, values: int) -> Tensor:
+        """Of ``held``, which has an element for so many values of a row."""
+        parts = tuple(part // values for part in cut.parts) if cut.dim else cut.parts
+        own = Cut((rows, columns // values), cut.dim, parts).piece(held.view(rows, -1), rank, n)
+        return own.flatten()
+
+    codes, scales = piece(matrix.codes, 2), piece(decoded_scales(matrix), matrix.block)
+    n_rows, n_columns = cut.piece_shape(rank, n)
+    return Nf4Matrix((n_rows, n_columns), matrix.block, codes, scales)
+
+
+def _cut_product(product: nn.Module, kind: str, cut: Cut, group: TensorGroup) -> None:
+    """Keep this rank's piece of parameter ``kind`` of ``product``, which may be in NF4 or have adapters."""
+    base = product.base if isinstance(product, AdaptedLinear) else product
+    if isinstance(base, Nf4Linear) and kind == "weight":
+        base.replace(nf4_piece(base.matrix, cut, group.rank, group.n))
+    else:
+        parameter = getattr(base, kind)
+        parameter.data = cut.piece(parameter.data, group.rank, group.n)
+    if isinstance(product, AdaptedLinear) and kind == "weight" and cut.dim == 0:
+        product.rows = tuple(rows // group.n for rows in product.rows)
+
+
+def _summed(product: Any, group: TensorGroup) -> nn.Module:
+    """``product`` of a rank's inputs, summed over ranks, each of which gets its part of the sequence."""
+    if isinstance(product, nn.Linear):
+        return RowProduct(product, group)
+    base: Any = product.base if isinstance(product, AdaptedLinear) else product
+    if base.bias is not None:  # frozen, and added on each rank
+        base.bias.data /= group.n
+    product.register_forward_hook(lambda module, arguments, y: group.scattered(y))
+    return cast(nn.Module, product)
+
+
+def cut_decoder(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
+    """Keep this rank's pieces of ``decoder``'s parameters, and let its modules gather and scatter the sequence. Returns how
+    parameters were cut."""
     group, spec = TensorGroup.of(ranks), decoder.spec
-    parameters = dict(decoder.named_parameters())
+    adapters, parameters = adapter_cuts(decoder), dict(decoder.named_parameters())
     for name, cut in cuts(spec).items():
+        module, _, kind = name.rpartition(".")
+        _cut_product(decoder.get_submodule(module), kind, cut, group)
+    for name, cut in adapters.items():
         parameters[name].data = cut.piece(parameters[name].data, group.rank, group.n)
 
     def gather_input(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -255,7 +336,8 @@ def cut_decoder(decoder: Decoder, ranks: Ranks) -> None:
         attention, mlp = cast(Any, unit).attn, cast(Any, unit).mlp
         attention.n_heads //= group.n
         attention.n_kv_heads //= group.n
-        attention.out, mlp.down = RowProduct(attention.out, group), RowProduct(mlp.down, group)
+        attention.out, mlp.down = _summed(attention.out, group), _summed(mlp.down, group)
         for branch in (attention, mlp):
             branch.register_forward_pre_hook(gather_input)
     decoder.final_norm.register_forward_hook(gather_output)
+    return cuts(spec) | adapters

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from twostroke.planner.choosing.size_ladder import Rung
     from twostroke.planner.hardware.device import Hardware
     from twostroke.planner.serving.shape import ServingShape
-    from twostroke.planner.training.layout import Layout
     from twostroke.planner.training.shape import TrainingShape
     from twostroke.quantization.held import Held
 
@@ -67,8 +66,7 @@ class Subject:
     """Where the model is, if it is here."""
     cache: str | None = None
     """The type of KV cache that it has scales for, which those engines take then."""
-    layout: Layout | None = None
-    """That of a recipe's ``[parallel]``."""
+    recipe: TrainRecipe | None = None
 
     def scheme(self, asked: str) -> str:
         """``asked``, or the scheme that "auto" means here: the checkpoint's own, bf16 where it is plain."""
@@ -112,7 +110,6 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
     from twostroke.core.families import named_model
     from twostroke.core.recipe import read_recipe, spec_from_recipe
     from twostroke.planner.choosing.size_ladder import rank_models
-    from twostroke.planner.training.layout import layout_of
     from twostroke.planner.training.plan import steps_for_budget
     from twostroke.planner.training.shape import TrainingShape
 
@@ -135,8 +132,7 @@ def _from_recipe(path: Path, settings: list[str], hardware: Hardware, train_toke
         spec = spec_from_recipe(model, vocabulary, recipe.train.sequence_length)
     shape = TrainingShape.from_recipe(recipe, steps=0)
     steps = recipe.train.steps or steps_for_budget(spec, shape, hardware, recipe.train.budget_s)
-    layout = None if recipe.parallel is None else layout_of(recipe.parallel)
-    return Subject(str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes), layout=layout)
+    return Subject(str(path), spec, dataclasses.replace(shape, steps=steps), steps, ranking, tuple(notes), recipe=recipe)
 
 
 def read_subject(text: str, settings: list[str], hardware: Hardware, train_tokens: int = 0) -> Subject:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -17,11 +17,17 @@ from twostroke.cli.plan.subject import (
     STEPS,
     SUBJECT_HELP,
     TRAIN_TOKENS,
+    Subject,
     read_subject,
 )
 from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.optimizers import CHOICES
+from twostroke.core.units import format_seconds
+
+if TYPE_CHECKING:
+    from twostroke.planner.hardware.device import Hardware
+    from twostroke.planner.training.layout import Layout
 
 Number = TypeVar("Number", int, float)
 
@@ -83,6 +89,7 @@ def train(
     interleave: int = typer.Option(1, help="Chunks of layers that a stage holds."),
     expert: int = typer.Option(1, "--ep", "--expert", help="Devices that share a layer's experts."),
     context: int = typer.Option(1, "--cp", "--context", help="Devices that share each sequence (ring attention)."),
+    ranks: int = typer.Option(0, help="Ranks that a recipe is planned on, whose [parallel] lays them out."),
     devices_per_node: int = typer.Option(0, help="Devices that the fast link joins; without it, the hardware's own number."),
     mtbf_hours: float = typer.Option(0.0, help="Hours between failures of one device; without it, 50,676 (Llama 3's H100)."),
     explain: bool = EXPLAIN,
@@ -123,10 +130,11 @@ def train(
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(call, subject)
-    if found.layout is not None:
+    if ranks or (found.recipe is not None and found.recipe.parallel is not None):
         if layout != Layout(devices_per_node=layout.devices_per_node):
             raise ConfigError(f"the layout is that of [parallel] in {subject}. Change it there, or with --set parallel.data=2.")
-        layout = dataclasses.replace(found.layout, devices_per_node=layout.devices_per_node)
+        found, own = _laid_out(found, ranks, machine)
+        layout = dataclasses.replace(own, devices_per_node=layout.devices_per_node)
     shape = found.shape or TrainingShape(
         batch_size,
         sequence_length,
@@ -162,6 +170,41 @@ def train(
     emit(document, text, as_json)
     if not planned.fits:
         raise typer.Exit(CapacityError.exit_code)
+
+
+def _laid_out(found: Subject, ranks: int, machine: Hardware) -> tuple[Subject, Layout]:
+    """``found``, a recipe, as its ``[parallel]`` lays it out on ``ranks`` ranks of ``machine``; 0: as many as it asks for."""
+    from twostroke.core.parallel_recipe import ParallelRecipe
+    from twostroke.planner.choosing.layouts import choose_layout
+    from twostroke.planner.training.layout import layout_of
+    from twostroke.planner.training.plan import plan_training, steps_for_budget
+    from twostroke.planner.training.shape import TrainingShape
+
+    recipe = found.recipe
+    if recipe is None:
+        raise ConfigError(f"--ranks={ranks} is for a recipe, and {found.name} is a model. Use --dp, --tp or --pp.")
+    if ranks < 0:
+        raise ConfigError(f"--ranks={ranks} must be above 0.")
+    parallel, sharing, notes = recipe.parallel or ParallelRecipe(), max(1, ranks) if machine.is_calibrated_cpu else 1, []
+    if parallel.is_auto:
+        from twostroke.training.parallelize import check_layout
+
+        if not ranks:
+            raise ConfigError('parallel.layout="auto" is planned for a number of ranks. Give --ranks N.')
+        parallel, sentence = choose_layout(recipe, found.spec, ranks, machine, check_layout, sharing)
+        notes.append(sentence)
+    if ranks:
+        parallel = parallel.on(ranks, recipe.train.grad_accumulation)
+    layout, laid_out = layout_of(parallel), dataclasses.replace(recipe, parallel=parallel)
+    shape, budget_s = TrainingShape.from_recipe(laid_out, steps=0), recipe.train.budget_s
+    steps = recipe.train.steps or steps_for_budget(found.spec, shape, machine, budget_s, layout, sharing)
+    if sharing > 1:
+        step_s = plan_training(found.spec, shape, machine, layout).shared_step_s(sharing)
+        notes.append(
+            f"each rank is planned as a machine of its own; {ranks} that share this one need {format_seconds(step_s)} a step."
+        )
+    shape = dataclasses.replace(shape, steps=steps)
+    return dataclasses.replace(found, shape=shape, steps=steps, notes=(*found.notes, *notes)), layout
 
 
 def _of_fsdp(ranks: int, data: int, zero: int) -> tuple[int, int]:

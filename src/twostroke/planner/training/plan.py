@@ -176,6 +176,12 @@ class TrainingPlan:
         source = "one after another; what is hidden is left out"
         return named("step_time_s", compute + self.communication_s + self.bubble_s, "s", source)
 
+    def shared_step_s(self, sharing: int) -> float:
+        """``step_time_s`` where ``sharing`` ranks have a part of one device each: what is computed takes so many times as long,
+        and traffic as long as planned."""
+        waited_s = self.data_s + self.communication_s
+        return waited_s + sharing * (self.step_time_s - waited_s)
+
     @property
     def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:
         """Tokens of one step over all data-parallel ranks."""
@@ -442,9 +448,12 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
     return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
 
 
-def steps_for_budget(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float) -> int:
-    """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1."""
+def steps_for_budget(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float, layout: Layout = SINGLE, sharing: int = 1
+) -> int:
+    """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1.
+    ``sharing`` is as in ``TrainingPlan.shared_step_s``."""
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s:g} must be above 0.")
-    plan = plan_training(spec, shape, hardware)
-    return max(1, int((budget_s - plan.startup_s) / plan.step_time_s))
+    plan = plan_training(spec, shape, hardware, layout)
+    return max(1, int((budget_s - plan.startup_s) / plan.shared_step_s(sharing)))

@@ -161,7 +161,9 @@ class TrainingShape:
         n = layout_of(recipe.parallel).data if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
         if (p := recipe.parallel) is not None:
-            shape = replace(shape, compress=p.compress, compress_rank=p.compress_rank)
+            # In one order gradients of a pass are sent as backward leaves them.
+            in_order = p.exact and p.shard > 1 and shape.compute_dtype != "fp32"
+            shape = replace(shape, compress=shape.compute_dtype if in_order else p.compress, compress_rank=p.compress_rank)
             shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every)
         if not recipe.trains_adapters:
             return shape
