@@ -43,7 +43,7 @@ def test_a_run_on_parts_is_looked_into_as_one_rank_is(
 ) -> None:
     monkeypatch.setattr(samples, "NEW_TOKENS", FEW_TOKENS)
     looking = {"evaluate_every": 2, "sample_every": 2, "sample_prompts": ["if not in"], "diagnostics_every": 2}
-    settings = {"steps": 2, "grad_accumulation": 2, "batch_size": 1, "dtype": "fp32", "ema_decay": 0.5}
+    settings = {"steps": 2, "grad_accumulation": 4, "batch_size": 1, "dtype": "fp32", "ema_decay": 0.5}
     recipe = make_recipe("run", TIED, **settings, **looking)
     without = make_recipe("run", TIED, **settings, **looking | {"diagnostics_every": 0})
     alone = laid_out(recipe, "alone")
