@@ -26,7 +26,6 @@ def test_devices_are_the_product_of_the_three_cuts() -> None:
         ({"zero": 4, "data": 2}, "zero=4"),
         ({"zero": 3}, "data=1"),
         ({"interleave": 2}, "pipeline=1"),
-        ({"zero": 3, "data": 2, "pipeline": 2}, "once a micro-batch"),
         ({"data": 4, "expert": 3}, "Use 1, 2 or 4"),
     ],
 )

@@ -23,7 +23,6 @@ from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.compression import compressed_sums, decoded, encoded, hadamard
-from twostroke.training.parallelize import pick_device
 from twostroke.training.ranks import SENT
 from twostroke.training.start import train
 
@@ -85,7 +84,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
 
 def _summed(ranks: Any, name: str, n_steps: int, refused: int) -> Any:
     """(Σ sums that came out, Σ own gradients, residuals, bytes of a step, the last sum) of ``n_steps`` of random tensors."""
-    ranks.lay_out(ParallelRecipe(data=ranks.n, exact=False, compress=name), pick_device())
+    ranks.lay_out(ParallelRecipe(data=ranks.n, exact=False, compress=name))
     sums = compressed_sums(ranks)
     shapes = {"matrix": (40, 33), "vector": (37,), "stack": (24, 4, 9)}
     generator = torch.Generator().manual_seed(ranks.rank)

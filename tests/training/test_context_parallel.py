@@ -22,7 +22,7 @@ def _attend(ranks: Any, window: int | None, dtype: torch.dtype) -> Any:
     from twostroke.data.loader import Batch
     from twostroke.training.context_parallel import Ring, _RingAttention, _Shape
 
-    ranks.lay_out(ParallelRecipe(data=1, context=ranks.n), torch.device("cpu"))
+    ranks.lay_out(ParallelRecipe(data=1, context=ranks.n))
     q, k, v, upper, documents = _inputs(dtype)
     ring = Ring(ranks)
     ids = torch.arange(documents.numel()).view_as(documents)

@@ -41,7 +41,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     layout = ParallelRecipe(**request.param)
     dist.init_process_group("fake", rank=0, world_size=layout.of_a_replica, store=FakeStore())
     found = Ranks(0, layout.of_a_replica)
-    found.lay_out(layout.on(found.n, found.n), torch.device("cpu"))
+    found.lay_out(layout.on(found.n, found.n))
+    found.mesh("shard" if layout.shard > 1 else "tensor")  # made of numbers, which fake tensors have not
     SENT.clear()
     try:
         yield found
@@ -99,7 +100,7 @@ def test_shards_gather_and_reduce_what_is_planned(name: str, ranks: Ranks, monke
     spec = _spec(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         decoder = _empty(spec, torch.float32)
-        masters = ShardedMasters(decoder, torch.bfloat16, ranks)
+        masters = ShardedMasters(decoder, torch.bfloat16, torch.float32, ranks)
         _pass(decoder)
         masters.accumulate()
     gathered, again, reduced = _plan(spec, ranks).traffic

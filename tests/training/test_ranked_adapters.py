@@ -87,12 +87,17 @@ def test_adapters_on_parts_of_a_base(make: Make, runner: RankRunner) -> None:
     ]
     answers = runner.call(_train_each, 2, several)
     assert [ends for _, ends, _ in answers] == [["done", "stopped", *["done"] * 5]] * 2, answers
-    for number, wanted in ((0, 0), (2, 0), (3, 1), (4, 1)):
+    both = {"tensor": 2, "shard": 2}
+    products = [(laid_out(qlora, "both", pipeline=2, shard=2), None), (laid_out(close[1], "both", **both), None)]
+    answers = runner.call(_train_each, 4, products)
+    assert [ends for _, ends, _ in answers] == [["done", "done"]] * 4, answers
+    several += products
+    for number, wanted in ((0, 0), (2, 0), (3, 1), (4, 1), (7, 1)):
         found, of = several[number][0], alone[wanted]
         assert end_of(found) == end_of(of), found.output
         files = [Path(recipe.output) / "model" / "adapter_model.safetensors" for recipe in (found, of)]
         assert files[0].read_bytes() == files[1].read_bytes()
-    for number, wanted in ((5, 2), (6, 3)):
+    for number, wanted in ((5, 2), (6, 3), (8, 3)):
         assert furthest(several[number][0], alone[wanted]) < (1e-5, 1e-4)
 
 

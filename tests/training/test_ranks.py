@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -262,6 +263,9 @@ def test_a_recipe_s_layout_is_what_is_planned() -> None:
     assert layout_of(ParallelRecipe(data=2, pipeline=4)) == Layout(data=2, pipeline=4)
     assert layout_of(ParallelRecipe(data=2, tensor=4)) == Layout(data=2, tensor=4)
     assert layout_of(ParallelRecipe(data=2, expert=4)) == Layout(data=8, expert=4)
-    assert all(
-        layout_of(ParallelRecipe(**{kind: 2})).is_trained for kind in ("shard", "pipeline", "tensor", "context", "expert")
-    )
+    assert layout_of(ParallelRecipe(data=1, shard=2, tensor=2, pipeline=2)) == Layout(data=2, zero=3, tensor=2, pipeline=2)
+    kinds = ("shard", "pipeline", "tensor", "context", "expert")
+    products = (set(kinds[:4]), {"expert", "shard", "context"})
+    for cuts in itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(1, 6)):
+        is_trained = any(set(cuts) <= product for product in products)
+        assert layout_of(ParallelRecipe(**dict.fromkeys(cuts, 2))).is_trained == is_trained, cuts

@@ -116,5 +116,3 @@ def test_what_does_not_combine_is_said_by_the_recipe(make_recipe: Any) -> None:
         train_settings = dataclasses.replace(recipe.train, **settings)
         with pytest.raises(ConfigError, match=f"{words}.* parallel.tensor=2 cannot do"):
             dataclasses.replace(recipe, train=train_settings, parallel=ParallelRecipe(tensor=2))
-    with pytest.raises(ConfigError, match=r"parallel\.shard=2 and parallel\.tensor=2 are not trained together yet"):
-        ParallelRecipe(shard=2, tensor=2)

@@ -9,7 +9,7 @@ from twostroke.core.compressions import COMPRESSIONS, Compression
 from twostroke.core.errors import ConfigError
 
 CUTS = ("shard", "expert", "pipeline", "context", "tensor")
-"""How the ranks of a replica share its work, one of them at a time."""
+"""How the ranks of a replica share its work."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ParallelRecipe:
     ``zero`` says what the ``shard`` ranks of a replica share out: 2 masters, gradients and optimizer state, 3 the weights too,
     which are then gathered again for each backward pass. ``expert`` ranks of a replica share each layer's experts, ``tensor``
     ranks each matrix, ``context`` ranks each sequence, and each of ``pipeline`` ranks has a run of the layers; the latter three
-    compute each micro-batch together. A step's
+    compute each micro-batch together. Each stage has ``interleave`` runs of the layers, which take turns. A step's
     ``train.grad_accumulation`` micro-batches of ``train.batch_size`` rows are shared out over all other ranks, so the recipe
     describes the same step for any number of ranks; a micro-batch is one pass. With ``exact`` all sums are added in one order
     whatever the layout; sums inside a product that ranks share are not, and come close. ``threads`` are those of a rank on a
@@ -51,6 +51,7 @@ class ParallelRecipe:
     pipeline: int = 1
     expert: int = 1
     context: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("data", 0), ("threads", 0), *((cut, 1) for cut in CUTS)):
@@ -61,15 +62,17 @@ class ParallelRecipe:
                 f"parallel.zero={self.zero} must be 2 (masters, gradients and optimizer state are sharded) or 3 (weights too). "
                 "Use parallel.shard=1 to shard nothing."
             )
-        given = [name for name in ("data", "zero", *CUTS) if getattr(self, name) != getattr(ParallelRecipe, name)]
+        given = [name for name in ("data", "zero", "interleave", *CUTS) if getattr(self, name) != getattr(ParallelRecipe, name)]
         if self.is_auto and given:
             raise ConfigError(
                 f'parallel.layout="auto" leaves parallel.{given[0]} to the planner, and it is {getattr(self, given[0])}. Leave '
                 "one of the two out."
             )
-        above = [f"parallel.{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1]
-        if len(above) > 1:
-            raise ConfigError(f"{' and '.join(above)} are not trained together yet. Use parallel.data beside one of them.")
+        if self.interleave < 1 or (self.interleave > 1 and self.pipeline == 1):
+            raise ConfigError(
+                f"parallel.interleave={self.interleave} must be at least 1, the chunks of layers that each stage has, and 1 "
+                "without parallel.pipeline."
+            )
         self._check_compress()
         self._check_outer()
 
@@ -162,6 +165,11 @@ class ParallelRecipe:
                 raise ConfigError(
                     f"parallel.{name}={getattr(self, name)} must divide the {n_ranks} ranks. Use {divisors(n_ranks)}."
                 )
+        if n_ranks % self.of_a_replica:
+            raise ConfigError(
+                f"parallel.{self._shared} are {self.of_a_replica} ranks of a replica, which must divide the {n_ranks} ranks. "
+                f"Start a multiple of {self.of_a_replica}."
+            )
         if self.ranks not in (0, n_ranks):
             raise ConfigError(
                 f"parallel.data={self.data} · parallel.{self._shared} are {self.ranks} ranks, and {n_ranks} were started. "
@@ -169,10 +177,15 @@ class ParallelRecipe:
             )
         n_readers = n_ranks // self.together
         if micro_batches % n_readers:
-            what = "ranks" if n_readers == n_ranks else f"groups of parallel.{self._shared} ranks"
+            what = "ranks" if n_readers == n_ranks else f"groups of parallel.{self._named(CUTS[2:])} ranks"
             raise ConfigError(
                 f"{n_readers} {what} must divide train.grad_accumulation={micro_batches}, the micro-batches of a step. Use "
                 f"{divisors(micro_batches)} {what}, or lower train.batch_size and raise train.grad_accumulation."
+            )
+        if self.interleave > 1 and micro_batches // n_readers % self.pipeline:
+            raise ConfigError(
+                f"parallel.pipeline={self.pipeline} must divide the {micro_batches // n_readers} micro-batches of a pipeline's "
+                f"step where parallel.interleave={self.interleave} is above 1. Change train.grad_accumulation={micro_batches}."
             )
         if self.compress != "none" and self.shard > 1 and n_ranks > self.shard:
             raise ConfigError(
@@ -183,7 +196,11 @@ class ParallelRecipe:
 
     @property
     def _shared(self) -> str:
-        return next((f"{name}={getattr(self, name)}" for name in CUTS if getattr(self, name) > 1), "shard=1")
+        return self._named(CUTS)
+
+    def _named(self, cuts: tuple[str, ...]) -> str:
+        """ "shard=2 · pipeline=4": those of ``cuts`` that are above 1."""
+        return " · ".join(f"{name}={getattr(self, name)}" for name in cuts if getattr(self, name) > 1) or f"{cuts[0]}=1"
 
 
 def divisors(number: int) -> str:

@@ -206,9 +206,12 @@ class TrainRecipe:
                 'parallel.layout="auto" is planned for a model that is known, and model.size="auto" leaves it open. Give the '
                 "sizes, or the layout."
             )
-        if self.parallel.of_a_replica == 1:
-            return
-        t, cut = self.train, next(name for name in CUTS if getattr(self.parallel, name) > 1)
+        for cut in CUTS:
+            if getattr(self.parallel, cut) > 1:
+                self._check_cut(self.parallel, cut)
+
+    def _check_cut(self, parallel: ParallelRecipe, cut: str) -> None:
+        t = self.train
         whole = {"context": "sequence", "expert": "set of experts", "pipeline": "model"}.get(cut, "matrix")
         remedy = f"Use parallel.{cut}=1, which keeps each {whole} on one rank."
         moves_whole = t.optimizer in ("muon", "lamb")
@@ -227,7 +230,7 @@ class TrainRecipe:
         for what, asked in refused.items():
             if asked:
                 raise ConfigError(
-                    f"{what}, which parallel.{cut}={getattr(self.parallel, cut)} cannot do on parts of a {whole}. {remedy}"
+                    f"{what}, which parallel.{cut}={getattr(parallel, cut)} cannot do on parts of a {whole}. {remedy}"
                 )
 
     def _check_less_traffic(self, parallel: ParallelRecipe) -> None:

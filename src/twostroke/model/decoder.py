@@ -189,8 +189,20 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        residual = self.through(self.entered(tokens, positions), positions, documents, range(self.spec.n_layers))
-        return self.read_out(residual)
+        return self.stage(tokens, positions, documents, range(self.spec.n_layers))
+
+    def stage(
+        self,
+        x: Int[Tensor, "B T"] | Float[Tensor, "B T E"],
+        positions: Int[Tensor, "#B T"],
+        documents: Int[Tensor, "B T"] | None,
+        layers: range,
+    ) -> Float[Tensor, "B T E"]:
+        """What ``layers`` and what stands beside them at the model's ends make of ``x``: of tokens if they are the first ones,
+        else of the residual stream of those before; read out after the last ones."""
+        residual = self.entered(x, positions) if layers.start == 0 else x
+        residual = self.through(residual, positions, documents, layers)
+        return self.read_out(residual) if layers.stop == self.spec.n_layers else residual
 
     def entered(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B T E"]:
         """The residual stream before the blocks. Raises what ``hidden`` raises."""

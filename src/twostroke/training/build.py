@@ -56,7 +56,7 @@ def build(inputs: RunInputs) -> RunState:
             log(note)
     decoder.train()
     masters = masters_of(decoder, settings.dtype, None if ranks.is_alone else ranks)
-    run_together(decoder, ranks)
+    run_together(decoder, ranks, masters.dtype)
     optimizers = Optimizers(masters, inputs.spec, settings)
     step_log = StepLog(inputs.directory.log, log)
     saver = CheckpointSaver(

@@ -161,7 +161,7 @@ class CodedSums(CompressedSums):
     def _exchanged(self, messages: Tensor) -> Tensor:
         if self._ranks.layout.data == 1:
             return messages
-        return torch.stack(exchanged(messages, self._ranks.mesh.get_group("replica"), "data"))
+        return torch.stack(exchanged(messages, self._ranks.group("replica"), "data"))
 
     def _keep(self, names: Sequence[str], tensors: Mapping[str, Tensor], left: Tensor) -> None:
         for name, part in zip(names, left.split([tensors[name].numel() for name in names]), strict=True):

@@ -59,7 +59,7 @@ class Ring:
     """The ``n`` ranks that share each sequence, of which this is number ``rank``, and the batch that is being computed."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.group, self.rank, self.n = ranks.mesh.get_group("context"), ranks.context, ranks.layout.context
+        self.group, self.rank, self.n = ranks.group("context"), ranks.at("context"), ranks.layout.context
         self.documents: Tensor | None = None  # (B, T) of the whole sequences, while they are cut
 
     @property

@@ -16,6 +16,7 @@ from twostroke.training.measurement import rounded
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import eager
 from twostroke.training.progress import Phase
+from twostroke.training.stages import layers_of
 from twostroke.training.step import part_of
 
 if TYPE_CHECKING:
@@ -162,7 +163,14 @@ class Diagnostics(Observer):
         by_rank, layout = _by_rank(run, activation_statistics(run.decoder, batch)), run.inputs.ranks.layout
         run.masters.drop_gathered()
         stages = by_rank[-layout.together :: layout.context * layout.tensor]
-        return {name: [value for stage in stages for value in stage[name]] for name in stages[0]}
+        n_chunks, n_layers = layout.pipeline * layout.interleave, run.inputs.spec.n_layers
+        of_stages = [range(stage, n_chunks, layout.pipeline) for stage in range(layout.pipeline)]
+        layers = [layer for chunks in of_stages for chunk in chunks for layer in layers_of(chunk, n_chunks, n_layers)]
+        found: dict[str, list[float]] = {}
+        for name in stages[0]:
+            values = [value for stage in stages for value in stage[name]]
+            found[name] = [value for _, value in sorted(zip(layers, values, strict=True))]
+        return found
 
     def _look_ahead(self, run: RunState) -> None:
         """Sample the weights before a step that is compared."""

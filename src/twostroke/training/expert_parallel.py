@@ -64,7 +64,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 def share_experts(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
     """Keep this rank's experts of ``decoder``, and let rows travel to them. Returns how parameters were cut."""
-    n, rank = ranks.layout.expert, ranks.expert
+    n, rank = ranks.layout.expert, ranks.at("expert")
     found: dict[str, Cut] = {}
     for name, module in decoder.named_modules():
         if isinstance(module, ExpertMatrix | Nf4Experts | LowRankExperts):
@@ -76,7 +76,7 @@ def share_experts(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
             else:
                 module.copies //= n
         elif isinstance(module, ExpertsMlp):
-            _exchange_rows(module, ranks.mesh.get_group("expert"), n)
+            _exchange_rows(module, ranks.group("expert"), n)
     return found
 
 

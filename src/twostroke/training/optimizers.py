@@ -235,7 +235,7 @@ class Optimizers:
 
     def state(self) -> dict[str, Any]:
         """All state by ``<owner>::<name>``, such as ``embed.weight::exp_avg`` and ``ema::embed.weight``. Where ranks hold rows
-        of the masters, it is of these rows, and of whole matrices a ``training.whole.OwnedPart``."""
+        of the masters, it is of these rows, and of whole matrices a ``training.holding.HeldPart``."""
         shared: dict[str, Mapping[str, Tensor]] = {}
         if self.average is not None:
             shared[AVERAGE] = self.average.state()

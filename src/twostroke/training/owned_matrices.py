@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twostroke.training.holding import HeldPart, Holding, Places
 from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranks import Part
-from twostroke.training.whole import OwnedPart
 
 
 class OwnedMatrices:
@@ -38,9 +38,11 @@ class OwnedMatrices:
         self._masters, self._parts, self._names = masters, parts, list(parts)
         masters.owned = frozenset(self._names)
         ranks = masters.ranks
-        self._n, self._own = ranks.layout.of_a_replica, ranks.place
-        self._group = masters.group
+        self._ranks, self._places = ranks, ranks.places_along(masters.axes)
+        self._n, self._own = len(self._places), ranks.at(*masters.axes)
+        self._group = ranks.group(*masters.axes)
         self._device = next(iter(masters.weights.values())).device
+        self._none = torch.empty(0, device=self._device)
         # A leaf for each matrix of an owned master; its memory is there during its update alone.
         self._leaves = {
             name: [torch.empty(0, 0, device=self._device) for _ in parts[name]]
@@ -64,29 +66,45 @@ class OwnedMatrices:
         """Update the matrices ``names``, the i-th on rank i."""
         mine = names[self._own] if self._own < len(names) else None
         local = {name: (self._masters.weights[name], self._masters.gradients[name]) for name in names}
-        sent = [torch.cat([t.reshape(-1) for t in local[name]]) for name in names]
-        sizes = [t.numel() for t in sent] + [0] * (self._n - len(names))
-        counts = [2 * count for count in self._counts(mine)]
-        received = torch.empty(sum(counts), device=self._device)
-        dist.all_to_all_single(received, torch.cat(sent), counts, sizes, group=self._group)
-        updated = torch.empty(0, device=self._device)
+        own = self._places[self._own]
+        sent = [torch.cat([t.reshape(-1) for t in local[name] if self._sends(name, own)] or [self._none]) for name in names]
+        shapes = [] if mine is None else [self._shape(mine, places) for places in self._places if self._sends(mine, places)]
+        received = self._exchanged(
+            torch.cat(sent),
+            [t.numel() for t in sent],
+            [0 if mine is None or not self._sends(mine, p) else 2 * math.prod(self._shape(mine, p)) for p in self._places],
+        )
+        updated = self._none
         if mine is not None:
-            shapes = [self._masters.piece_shape(mine, rank) for rank in range(self._n)]
-            pairs = [piece.view(2, *shape) for piece, shape in zip(received.split(counts), shapes, strict=True)]
-            weight, gradient = (self._masters.joined(mine, [pair[i] for pair in pairs]) for i in range(2))
+            holding = self._masters.holdings[mine]
+            pairs = received.split([2 * math.prod(shape) for shape in shapes])
+            both = [pair.view(2, *shape) for pair, shape in zip(pairs, shapes, strict=True)]
+            weight, gradient = (holding.joined([pair[i] for pair in both], self._ranks) for i in range(2))
             self._update(mine, weight, gradient)
-            updated = torch.cat([self._masters.piece(mine, weight, rank).reshape(-1) for rank in range(self._n)])
-        back = torch.empty(sum(sizes) // 2, device=self._device)
-        dist.all_to_all_single(back, updated, [s // 2 for s in sizes], [c // 2 for c in counts], group=self._group)
-        for name, rows in zip(names, back.split([s // 2 for s in sizes[: len(names)]]), strict=True):
+            updated = torch.cat([holding.local(weight, self._ranks, places).reshape(-1) for places in self._places])
+        sizes = [local[name][0].numel() for name in names]
+        back = self._exchanged(
+            updated, [0 if mine is None else math.prod(self._shape(mine, places)) for places in self._places], sizes
+        )
+        for name, rows in zip(names, back.split(sizes), strict=True):
             weight = local[name][0]
             weight.copy_(rows.view_as(weight))
 
-    def _counts(self, name: str | None) -> list[int]:
-        """Elements of master ``name`` on each rank of the replica."""
-        if name is None:
-            return [0] * self._n
-        return [math.prod(self._masters.piece_shape(name, rank)) for rank in range(self._n)]
+    def _exchanged(self, flat: Tensor, sizes: list[int], counts: list[int]) -> Tensor:
+        """``sizes`` of ``flat`` for each rank, the last ones nothing; what came, ``counts`` from each."""
+        sizes, counts = (own + [0] * (self._n - len(own)) for own in (sizes, counts))
+        received = torch.empty(sum(counts), device=self._device)
+        dist.all_to_all_single(received, flat, counts, sizes, group=self._group)
+        return received
+
+    def _shape(self, name: str, places: Places) -> tuple[int, ...]:
+        """What the rank at ``places`` holds of master ``name``."""
+        return self._masters.holdings[name].shape_of(self._ranks, places)
+
+    def _sends(self, name: str, places: Places) -> bool:
+        """Whether the rank at ``places`` is the first of those that hold the same of master ``name``."""
+        holding = self._masters.holdings[name]
+        return not any(number for axis, number in places.items() if axis not in holding.axes)
 
     def _update(self, name: str, weight: Tensor, gradient: Tensor) -> None:
         rows = [n for _, n in self._parts[name]]
@@ -114,9 +132,10 @@ class OwnedMatrices:
         found: dict[str, Part] = {}
         for owner, name, place, key, rows in self._all() if has_begun else ():
             held = self._optimizers[name].state[self._leaves[name][place]] if owner == self._own else {}
+            where = (*self._masters.holdings[name].place, *self._places[owner].items())
             for kept, device in self._kept.items():
                 shape = (rows, *self._masters.shapes[name][1:]) if device is None else ()
-                part = OwnedPart(held.get(kept), shape, owner, torch.float32, device or self._device)
+                part = HeldPart(held.get(kept), Holding(shape, place=where), torch.float32, device or self._device)
                 found[f"{key}::{kept}"] = part
         return found
 

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,16 +17,19 @@ from torch import Tensor, nn
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
-from twostroke.model.adapters import Nf4Experts, Nf4Linear
+from twostroke.model.adapters import LowRankExperts, Nf4Experts, Nf4Linear
 from twostroke.model.decoder import Decoder
+from twostroke.model.experts import ExpertMatrix
 from twostroke.training.compression import decoded, encoded
 from twostroke.training.context_parallel import check_context
-from twostroke.training.expert_parallel import check_expert
+from twostroke.training.expert_parallel import check_expert, share_experts
+from twostroke.training.holding import Holding
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import SENT, Ranks, all_gather, exchanged, reduce_scatter
-from twostroke.training.stages import check_pipeline
-from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut
+from twostroke.training.stages import check_pipeline, keep_stage, own_layers, stage_of
+from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut, cut_decoder
 from twostroke.training.tree_sums import tree_sum
+from twostroke.training.whole import Cut
 
 Log = Callable[[str], None]
 
@@ -92,40 +96,83 @@ class CountedAllGather:
         return work
 
 
-def shard_decoder(decoder: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
-    """Cut the parameters of ``decoder`` by rows over the ranks of each replica, a block at a time; embedding, head and final
-    norm are one unit, because embedding and head may be one matrix. Blocks compute in ``dtype``.
+def divide(decoder: Decoder, ranks: Ranks) -> dict[str, Holding]:
+    """Leave in ``decoder`` this rank's pieces of its stage's parameters, whose rows ``shard_decoder`` may share out. Returns
+    how the ranks of a replica will hold each.
 
-    zero = 2 keeps the weights gathered from the forward pass to the backward pass, 3 gathers them twice. Frozen weights are cut
-    and gathered as well; of matrices in NF4 the codes, and the scales, a thirtieth of them, stay whole.
+    Rows are shared out among all that would hold the same otherwise: ``shard`` ranks, those of a sequence, and of what is no
+    expert those of ``expert``.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    cuts: dict[str, tuple[str | None, Cut | None]] = dict.fromkeys(shapes, (None, None))
+    for kind, cut in (("tensor", cut_decoder), ("expert", share_experts)):
+        if ranks.size(kind) > 1:
+            cuts |= {name: (kind, how) for name, how in cut(decoder, ranks).items()}
+    found = {}
+    for name, shape in shapes.items():
+        axis, how = cuts[name]
+        rows = tuple(shared for shared in sharing(ranks) if shared != axis)
+        place = (("pipeline", stage_of(name, decoder, ranks)),) if ranks.size("pipeline") > 1 else ()
+        found[name] = Holding(shape, axis, how, rows, place)
+    keep_stage(decoder, ranks)
+    return found
+
+
+def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Share out the rows of what ``divide`` left in ``decoder``, a block at a time, experts that others have not by themselves;
+    embedding, head and final norm are one unit, because embedding and head may be one matrix. Blocks compute in ``dtype``.
+
+    zero = 2 keeps the weights gathered until ``drop_gathered``, 3 gathers them for each pass. Frozen weights are cut and
+    gathered as well; of matrices in NF4 the codes, and the scales, a thirtieth of them, stay whole.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    mesh = ranks.mesh["shard"]
+    own = ranks.at("pipeline")
     for module in decoder.modules():
         if isinstance(module, Nf4Linear | Nf4Experts):  # FSDP2 cuts parameters alone
             codes = module.get_buffer("codes")
             del module.codes
             module.codes = nn.Parameter(codes, requires_grad=False)
-    units = [*decoder.get_submodule("blocks").children(), decoder]
-    for unit in units:
-        reshards = ranks.layout.zero == 3 and unit is not decoder
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
-    for unit in units:
-        unit.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks))  # type: ignore[operator]
-        unit.set_custom_all_gather(CountedAllGather())  # type: ignore[operator]
-    register_fsdp_forward_method(decoder, "hidden")
+    elsewhere = {parameter for name, parameter in decoder.named_parameters() if stage_of(name, decoder, ranks) != own}
+    for parameter in elsewhere:
+        if parameter.is_floating_point():  # a copy of the embedding
+            parameter.data = parameter.data.to(dtype)
+    keeps = ranks.layout.zero == 2
+    for module in decoder.modules() if ranks.size("expert") > 1 else ():
+        if isinstance(module, ExpertMatrix | Nf4Experts | LowRankExperts):
+            same = ranks.mesh(*(axis for axis in sharing(ranks) if axis != "expert"))
+            fully_shard(module, mesh=same, reshard_after_forward=not keeps, mp_policy=policy)
+    mesh = ranks.mesh(*sharing(ranks))
+    blocks = [[decoder.blocks[layer] for layer in layers] for layers in own_layers(decoder, ranks)]
+    for unit in (*itertools.chain(*blocks), decoder):
+        reshards = not keeps and unit is not decoder
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=elsewhere)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks))  # type: ignore[arg-type]
+            module.set_custom_all_gather(CountedAllGather())  # type: ignore[arg-type]
+            module.set_reshard_after_backward(not keeps, recurse=False)
+    for chunk in (*blocks, [decoder]):
+        for before, unit in zip((chunk[0], *chunk), chunk, strict=False):
+            # Torch would guess by the order of forward passes, which several micro-batches under way do not keep.
+            unit.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
+    register_fsdp_forward_method(decoder, "stage")
+
+
+def sharing(ranks: Ranks) -> tuple[str, ...]:
+    """The axes along which ``shard_decoder`` shares out rows of what is no expert."""
+    return tuple(axis for axis in ("shard", "expert", "context") if ranks.size(axis) > 1) if ranks.size("shard") > 1 else ()
 
 
 def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -> None:
     """Raise ConfigError if ``layout`` cannot cut what ``recipe`` trains."""
-    check_tensor(recipe, spec, layout.tensor)
+    check_tensor(recipe, spec, layout.tensor, layout.context)
     check_context(recipe, spec, layout.context)
     check_expert(recipe, spec, layout.expert)
-    check_pipeline(spec, layout.pipeline)
+    check_pipeline(spec, layout.pipeline, layout.interleave)
 
 
 def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:
@@ -135,8 +182,11 @@ def chunk_of(decoder: Decoder, ranks: Ranks) -> ChunkFunction:
 
 def drop_gathered(decoder: nn.Module) -> None:
     """Drop the gathered weights of each unit of ``decoder``, which ``shard_decoder`` made."""
-    for unit in (*decoder.get_submodule("blocks").children(), decoder):
-        unit.reshard()  # type: ignore[operator]
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -1,15 +1,10 @@
-"""The step of a run whose replicas are pipelines: one forward, one backward in turn (1F1B).
-
-Stage s of P computes P − 1 − s micro-batches ahead of their backward passes, so it keeps the activations of P − s at most
-(Narayanan et al. 2019, PipeDream; 2021, arXiv:2104.04473, section 2.2). Backward passes come in the order of the micro-batches'
-numbers on every stage, so gradients are added as one process adds them, and to the same bits.
-"""
+"""The step of a run whose replicas are pipelines, in the order of ``training.stages.turns``."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,95 +13,127 @@ from torch import Tensor
 from twostroke.data.loader import Batch
 from twostroke.model.adapters import LowRank
 from twostroke.training.clock import StepClock
-from twostroke.training.pipeline_masters import BACKWARD, FORWARD, GENERATOR, PipelineMasters
+from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranked_step import RankedStep
 from twostroke.training.ranks import SENT, Ranks
-from twostroke.training.stages import layers_of
+from twostroke.training.stages import most_sending, own_layers, turns
 
-MOST_SENDING = 8
-"""Messages that a stage holds until the others have taken them."""
+FORWARD, BACKWARD, GENERATOR = 1, 2, 3
+"""Tags of what stages send each other: residual streams, their gradients, states of random generators."""
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a stage: its micro-batch, what came from the stage before, and what this one made of it: on the last
+    stage what is trained, with the micro-batch's loss, on others the residual stream."""
+
+    batch: Batch
+    received: Tensor | None
+    made: Tensor
+    loss: Tensor
 
 
 class PipelinedStep(RankedStep):
-    """Passes of one stage. Residual streams, and with dropout the state of the random generator, come from the stage before."""
+    """Passes of one stage's chunks. Residual streams, and with dropout the state of the random generator, come from the stage
+    before."""
 
-    masters: PipelineMasters
+    masters: DividedMasters
 
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any) -> None:
         super().__init__(ranks, *arguments, **settings)
-        self._stage, self._n = ranks.pipeline, ranks.layout.pipeline
+        self._stage, self._n = ranks.at("pipeline"), ranks.size("pipeline")
         spec = self.decoder.spec
-        self._layers = layers_of(self._stage, self._n, spec.n_layers)
+        self._layers = own_layers(self.decoder, ranks)
         self._draws = spec.dropout > 0 or any(isinstance(m, LowRank) and m.dropout > 0 for m in self.decoder.modules())
         self._sending: deque[tuple[Any, Tensor]] = deque()
+        # Those that a stage can be ahead of the next one, and some more. Proved by tests/training/test_pipeline.py.
+        self._most_sending = most_sending(self._n, len(self._layers))
 
     def _passes(
         self, batches: Sequence[Batch], seeds: Sequence[int], scale: float, clock: StepClock, abandon: Callable[[], bool]
     ) -> list[Tensor]:
-        ahead = min(self._n - 1 - self._stage, len(batches))
-        under_way: deque[tuple[Tensor | None, Tensor, Tensor]] = deque()
-        losses = []
-        for i in range(len(batches) + ahead):
+        under_way: dict[tuple[int, int], _Pass] = {}
+        losses = [torch.zeros((), device=self.device) for _ in batches]
+        for is_forward, number, i in turns(self._stage, self._n, len(self._layers), len(batches)):
             self.ranks.progress.again()
-            if i < len(batches):
-                under_way.append(self._forward(batches[i], seeds[i], clock))
-            if i >= ahead:
-                losses.append(self._backward(*under_way.popleft(), scale, clock))
+            if is_forward:
+                under_way[number, i] = self._forward(number, batches[i], seeds[i], clock)
+                losses[i] = under_way[number, i].loss
+            else:
+                self._backward(number, under_way.pop((number, i)), scale, clock)
         while self._sending:
             self._sending.popleft()[0].wait()
         return losses
 
-    def _forward(self, batch: Batch, seed: int, clock: StepClock) -> tuple[Tensor | None, Tensor, Tensor]:
-        """(what came from the stage before, what this stage made of it, the micro-batch's loss): on the last stage what is
-        trained, and on others the residual stream and no loss."""
-        batch = batch.to(self.device, non_blocking=True)
+    def _begins(self, number: int) -> bool:
+        """Whether the stage's ``number``-th chunk is the model's first one."""
+        return self._stage == 0 and number == 0
+
+    def _ends(self, number: int) -> bool:
+        return self._stage == self._n - 1 and number == len(self._layers) - 1
+
+    def _forward(self, number: int, batch: Batch, seed: int, clock: StepClock) -> _Pass:
+        own = batch if self.ring is None else self.ring.begin(batch)
+        own = own.to(self.device, non_blocking=True)
         received: Tensor | None = None
-        if self._stage == 0:
+        if self._begins(number):
             torch.manual_seed(seed)
-            residual = self.decoder.entered(batch.tokens, batch.positions)
         else:
-            shape = (*batch.tokens.shape, self.decoder.spec.d_model)
-            residual = received = torch.empty(shape, dtype=self.masters.dtype, device=self.device)
-            dist.recv(received, self.masters.rank_of(self._stage - 1), tag=FORWARD)
+            rows, tokens = own.tokens.shape
+            shape = (rows, tokens // self.ranks.size("tensor"), self.decoder.spec.d_model)
+            received = torch.empty(shape, dtype=self.masters.dtype, device=self.device)
+            dist.recv(received, self._beside(-1), tag=FORWARD)
             received.requires_grad_()
             if self._draws:
                 state = torch.empty_like(_generator_state(self.device))
-                dist.recv(state, self.masters.rank_of(self._stage - 1), tag=GENERATOR)
+                dist.recv(state, self._beside(-1), tag=GENERATOR)
                 _set_generator_state(self.device, state)
-        made = self.decoder.through(residual, batch.positions, batch.documents, self._layers)
-        if self._stage == self._n - 1:
+        begun = own.tokens if received is None else received
+        made = self.decoder.stage(begun, own.positions, own.documents, self._layers[number])
+        loss = torch.zeros((), device=self.device)
+        if self._begins(number) and self.masters.tied is not None:
+            made = self.masters.tied.joined(made, self.decoder.embed.weight)
+        if self._ends(number):
             clock.lap("forward")
-            trained, loss = self._loss_of(self.decoder.read_out(made).flatten(0, 1), batch.targets.flatten(), clock.lap)
-            return received, trained, loss.detach()
-        self._send(made.detach(), self._stage + 1, FORWARD)
-        if self._draws:
-            self._send(_generator_state(self.device), self._stage + 1, GENERATOR)
-        clock.lap("forward")
-        return received, made, torch.zeros((), device=self.device)
-
-    def _backward(self, received: Tensor | None, made: Tensor, loss: Tensor, scale: float, clock: StepClock) -> Tensor:
-        if self._stage == self._n - 1:
-            (made * scale).backward()
+            made, loss = self._loss_of(made.flatten(0, 1), own.targets.flatten(), clock.lap)
         else:
-            gradient = torch.empty_like(made)
-            dist.recv(gradient, self.masters.rank_of(self._stage + 1), tag=BACKWARD)
-            made.backward(gradient)
-        if received is not None:
-            assert received.grad is not None
-            self._send(received.grad, self._stage - 1, BACKWARD)
-        clock.lap("backward")
-        self.masters.accumulate()
-        clock.lap("optimizer")
-        return loss
+            self._send(made.detach(), 1, FORWARD)
+            if self._draws:
+                self._send(_generator_state(self.device), 1, GENERATOR)
+            clock.lap("forward")
+        return _Pass(batch, received, made, loss.detach())
 
-    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        """Send without waiting, but for what was sent ``MOST_SENDING`` messages ago: the other stage may be at a message of its
-        own."""
-        if len(self._sending) == MOST_SENDING:
+    def _backward(self, number: int, done: _Pass, scale: float, clock: StepClock) -> None:
+        if self.ring is not None:
+            self.ring.begin(done.batch)  # what is computed again attends as it did
+        if self._ends(number):
+            (done.made * scale).backward()
+        else:
+            gradient = torch.empty_like(done.made)
+            dist.recv(gradient, self._beside(1), tag=BACKWARD)
+            done.made.backward(gradient)
+        if self.ring is not None:
+            self.ring.end()
+        if done.received is not None:
+            assert done.received.grad is not None
+            self._send(done.received.grad, -1, BACKWARD)
+        clock.lap("backward")
+        if self._ends(number) and self.masters.tied is not None:
+            self.masters.tied.send_gradient()
+        self.masters.accumulate(number)
+        clock.lap("optimizer")
+
+    def _beside(self, step: int) -> int:
+        """The rank of the stage before (−1) or after (1) this one; chunks go round."""
+        return self.ranks.neighbour("pipeline", (self._stage + step) % self._n)
+
+    def _send(self, tensor: Tensor, step: int, tag: int) -> None:
+        """Send to ``_beside`` without waiting, but for what was sent many messages ago: the other stage may be at a message of
+        its own."""
+        if len(self._sending) == self._most_sending:
             self._sending.popleft()[0].wait()
         tensor = tensor.contiguous()
         SENT["pipeline"] += tensor.numel() * tensor.element_size()
-        self._sending.append((dist.isend(tensor, self.masters.rank_of(stage), tag=tag), tensor))
+        self._sending.append((dist.isend(tensor, self._beside(step), tag=tag), tensor))
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
-"""Master weights of a run by the recipe's ``[parallel]``: whole on each rank, or rows of each, gradients added in one order.
+"""Master weights of a run by the recipe's ``[parallel]``: whole on each rank, or what it holds of them, gradients added in one
+order.
 
-Both kinds take the gradients of each micro-batch away and add them up in a tree (``training.tree_sums``), then over replicas.
+All kinds take the gradients of each micro-batch away and add them up in a tree (``training.tree_sums``), then over replicas.
 The norm of a gradient is that of its rows' norms, which no layout cuts.
 """
 
@@ -10,39 +11,54 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
 from twostroke.training.compression import FACTOR, RESIDUAL, CompressedSums, compressed_sums
-from twostroke.training.parallelize import drop_gathered, shard_decoder
+from twostroke.training.holding import HeldPart, Holding
+from twostroke.training.parallelize import divide, drop_gathered, shard_decoder
 from twostroke.training.precision import MasterWeights
-from twostroke.training.ranks import Part, Ranks, sum_over
+from twostroke.training.ranks import AXES, Part, Ranks, gathered, sum_over
+from twostroke.training.stages import EMBEDDING, chunk_with, own_chunks
+from twostroke.training.tied_head import TiedHead
 from twostroke.training.tree_sums import TreeSum
-from twostroke.training.whole import RowsPart, Whole, rows_of
+from twostroke.training.whole import Whole
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 """What the names begin with by which ranks ask each other for parts."""
+
+AVERAGE = "ema"
+"""What the names of the running average begin with."""
 
 
 class SummedMasters(MasterWeights):
     """The whole model's masters on each rank. Gradients are summed over micro-batches and replicas in one order."""
 
+    _chunks: Sequence[tuple[list[str], TreeSum]] = ()
+
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._sums = TreeSum(in_order=ranks.layout.exact)
         self.compressed: CompressedSums | None = compressed_sums(ranks)
         super().__init__(decoder, dtype, stored)
+        self._sum_up([list(self.weights)])
+
+    def _sum_up(self, chunks: list[list[str]]) -> None:
+        """Add up gradients of ``chunks`` of the weights apart: ``accumulate`` is called after a backward pass through one."""
+        self._chunks = [(names, TreeSum(in_order=self.ranks.layout.exact)) for names in chunks]
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        self._sums.clear()
+        for _, sums in self._chunks:
+            sums.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        leaves = [self._taken(parameter) for parameter in self._parameters.values()]
-        self._sums.add(leaves)
+    def accumulate(self, chunk: int = 0) -> None:
+        names, sums = self._chunks[chunk]
+        if names:
+            sums.add([self._taken(self._parameters[name]) for name in names])
 
     def _taken(self, parameter: Tensor) -> Tensor:
         """The gradient of ``parameter``, which has none from here on."""
@@ -52,8 +68,10 @@ class SummedMasters(MasterWeights):
     @torch.no_grad()
     def finish_window(self) -> Tensor:
         # One micro-batch's gradient is in the type it was computed in; sums are in fp32.
-        wire = self._leaf_dtype if self._sums.count == 1 else torch.float32
-        totals = self._sums.total()
+        wire = self._leaf_dtype if max(sums.count for _, sums in self._chunks) == 1 else torch.float32
+        trained = [(names, sums.total()) for names, sums in self._chunks if names]
+        by_name = {name: total for names, totals in trained for name, total in zip(names, totals, strict=True)}
+        totals = [by_name[name] for name in self.gradients]
         self._over_replicas(totals, wire)
         torch._foreach_copy_(list(self.gradients.values()), totals)
         self._complete_gradients()
@@ -61,7 +79,7 @@ class SummedMasters(MasterWeights):
 
     def _complete_gradients(self) -> None:
         """Add up what the ranks of a replica computed of ``gradients`` apart."""
-        if self.ranks.layout.context > 1:
+        if self.ranks.size("context") > 1:
             sum_over("context", list(self.gradients.values()), self.ranks)
 
     def _over_replicas(self, totals: list[Tensor], wire: torch.dtype) -> None:
@@ -95,54 +113,117 @@ class SummedMasters(MasterWeights):
         return self.dtype
 
     def _norms(self) -> Tensor:
-        """√Σ‖row‖² of each gradient, of the rows of all shards in their order."""
-        n, norms, heights = self.ranks.layout.shard, [], []
-        for name, gradient in self.gradients.items():
-            rows = row_norms(gradient)
-            heights.append(-(-self.shapes[name][0] // n))
-            norms.append(nn.functional.pad(rows, (0, heights[-1] - len(rows))))
-        all_rows = self.ranks.over_shards(torch.cat(norms))
-        squares = [
-            rows.reshape(-1)[: self.shapes[name][0]].double().square().sum()
-            for name, rows in zip(self.gradients, all_rows.split(heights, dim=1), strict=True)
-        ]
+        """√Σ‖row‖² of each gradient."""
+        squares = [row_norms(gradient).double().square().sum() for gradient in self.gradients.values()]
         return torch.stack(squares).sqrt().float()
 
 
 class DividedMasters(SummedMasters):
-    """Masters that the ranks of a replica, the ``group``, hold pieces of."""
+    """Masters that the ranks of a replica hold together: those of its stage on each, and of some of these a piece
+    (``holdings``).
+
+    A gradient is whole after it was added up along all axes whose ranks hold the same and compute different parts of it. The
+    order is one, so copies never part.
+    """
 
     is_sharded = True
-    _shapes: Mapping[str, tuple[int, ...]]
     owned: frozenset[str] = frozenset()
     """Those whose optimizer state is of the whole matrix (``training.owned_matrices``)."""
 
-    @property
-    def group(self) -> Any:
-        raise NotImplementedError
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        trained = [name for name, parameter in decoder.named_parameters() if parameter.requires_grad]
+        held = divide(decoder, ranks)
+        self.holdings = {name: held[name] for name in trained}
+        self._others: dict[str, HeldPart] = {}
+        self._device = next(decoder.parameters()).device
+        self._hold(decoder, dtype, stored, ranks)
+        chunk_of = {name: chunk_with(name, decoder, ranks) for name in self.weights}
+        self._sum_up([[name for name in self.weights if chunk_of[name] == chunk] for chunk in own_chunks(ranks)])
+        axes = {axis for holding in self.holdings.values() for axis in holding.axes}
+        self.axes = tuple(axis for axis in AXES if axis in axes)
+        self.tied = TiedHead.of(decoder, self.holdings, dtype, ranks)
 
-    def is_piece(self, name: str) -> bool:
-        """Whether ranks hold pieces of master ``name``; if not, each holds all of it."""
-        return True
-
-    def part(self, name: str, local: Tensor) -> Tensor | Part:
-        """The whole of which ``local`` is this rank's piece, of master ``name`` or of its state."""
-        raise NotImplementedError
-
-    def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
-        """What ``rank`` of the group holds of ``whole``, this one by default."""
-        raise NotImplementedError
-
-    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole of the ``pieces`` of all ranks."""
-        raise NotImplementedError
-
-    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        raise NotImplementedError
+    def _hold(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
+        """Make masters of what is left in ``decoder``."""
+        super().__init__(decoder, dtype, stored, ranks)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
+        return {name: holding.shape for name, holding in self.holdings.items()}
+
+    # -- sums ---------------------------------------------------------------------------------------------------------------
+
+    def _complete_gradients(self) -> None:
+        for axis in ("context", "expert", "tensor"):
+            if self.ranks.size(axis) > 1:
+                same = [g for name, g in self.gradients.items() if axis not in self.holdings[name].axes]
+                sum_over(axis, same, self.ranks)
+
+    def finish_window(self) -> Tensor:
+        if self.tied is not None:
+            self.tied.wait()
+        return super().finish_window()
+
+    def _norms(self) -> Tensor:
+        """√Σ‖row‖² of each gradient of the whole model, of the rows of all ranks in their order."""
+        squares = self._squares_of_pieces()
+        own = torch.stack(list(squares.values()))
+        for axis in ("expert", "tensor"):
+            if self.ranks.size(axis) > 1:
+                counted = [self.holdings[name].axis == axis or self.ranks.at(axis) == 0 for name in squares]
+                own = own * torch.tensor(counted, dtype=own.dtype, device=own.device)
+                own = gathered(own, self.ranks.group(axis)).sum(dim=0)
+        norms = dict(zip(squares, own.sqrt().float(), strict=True))
+        if self.ranks.size("pipeline") == 1:
+            return torch.stack([norms[name] for name in self.holdings])
+        # Of one stage, and zeros of the others, whose sum is exact.
+        whole = torch.stack([norms.get(name, own.new_zeros((), dtype=torch.float32)) for name in self.holdings])
+        dist.all_reduce(whole, group=self.ranks.group("pipeline"))
+        return whole
+
+    def _squares_of_pieces(self) -> dict[str, Tensor]:
+        """Σ‖row‖² of the gradient of each piece, of which ranks share out the rows."""
+        found, by_rows = {}, dict[tuple[str, ...], list[str]]()
+        for name in self.gradients:
+            by_rows.setdefault(self.holdings[name].rows, []).append(name)
+        for rows, names in by_rows.items():
+            n = self.ranks.size(*rows)
+            norms = [row_norms(self.gradients[name]) for name in names]
+            ends = self.ranks.places_along(rows)
+            heights = [sum(self._shape_at(name, places)[0] for places in ends) for name in names]
+            each = [-(-height // n) for height in heights]
+            flat = torch.cat([nn.functional.pad(own, (0, most - len(own))) for own, most in zip(norms, each, strict=True)])
+            all_rows = gathered(flat, self.ranks.group(*rows)) if rows else flat[None]
+            for name, height, own in zip(names, heights, all_rows.split(each, dim=1), strict=True):
+                found[name] = own.reshape(-1)[:height].double().square().sum()
+        return {name: found[name] for name in self.gradients}
+
+    # -- pieces -------------------------------------------------------------------------------------------------------------
+
+    def is_piece(self, name: str) -> bool:
+        """Whether ranks hold pieces of master ``name``; if not, those that have it have all of it."""
+        return self.holdings[name].is_divided
+
+    def counts(self, name: str) -> bool:
+        same = set(AXES) - {"replica", "pipeline", *self.holdings[name].axes}
+        return not any(self.ranks.at(axis) for axis in same)
+
+    def _here(self, name: str) -> dict[str, int]:
+        return {axis: self.ranks.at(axis) for axis in self.holdings[name].axes}
+
+    def _shape_at(self, name: str, places: Mapping[str, int]) -> tuple[int, ...]:
+        return self.holdings[name].shape_of(self.ranks, self._here(name) | dict(places))
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of ``whole``, master ``name`` or its state."""
+        return self.holdings[name].local(whole, self.ranks, self._here(name))
+
+    def part(self, name: str, local: Tensor | None, dtype: torch.dtype) -> Tensor | Part:
+        """The whole of which ``local`` is what this rank has, of master ``name`` or of its state."""
+        holding = self.holdings[name]
+        if local is not None and not holding.axes and not holding.place:
+            return local
+        return HeldPart(local, holding, dtype, self._device)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -150,38 +231,69 @@ class DividedMasters(SummedMasters):
             weight.copy_(self.piece(name, weights[name]))
         self.update_working_copy()
 
+    def share_working_copy(self) -> None:
+        if self.tied is not None:
+            self.tied.renew(self.parameters.get(EMBEDDING))
+
     def whole(self, extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return Whole(self.ranks, self._parts(self.weights) | dict(extra), WEIGHTS)
+        return Whole(self.ranks, self._parts(self.weights, self.stored) | dict(extra), WEIGHTS)
 
     def whole_average(self, averages: Mapping[str, Tensor], extra: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         as_in_state = f"{OPTIMIZER}ema::"
-        return Whole(self.ranks, self._parts(averages) | dict(extra), as_in_state)
+        return Whole(self.ranks, self._parts(averages, torch.float32) | dict(extra), as_in_state)
 
-    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | Part]:
-        """Of each master the whole of which ``tensors`` has this rank's piece."""
-        return {name: self.part(name, tensor) for name, tensor in tensors.items()}
+    def _parts(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor | Part]:
+        """Of each master the whole of which ``tensors`` has what this rank holds."""
+        return {name: self.part(name, tensors.get(name), dtype) for name in self.holdings}
+
+    # -- the optimizer's state ------------------------------------------------------------------------------------------------
+
+    def saw_state(self, state: Mapping[str, Any]) -> None:
+        """Learn what state the other stages have. All ranks call it together."""
+        if self.ranks.size("pipeline") == 1:
+            return
+        parts = self._state_parts(state)
+        own = {key: part.described() for key, part in parts.items() if isinstance(part, HeldPart)}
+        by_rank = self.ranks.gathered(own)
+        self._others = {}
+        for stage in range(self.ranks.size("pipeline")):
+            self._others |= by_rank[self.ranks.rank_at({"pipeline": stage})]
 
     def whole_state(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        parts: dict[str, Tensor | Part] = {}
-        for key, value in state.items():
-            name = self._weight_of(key)
-            is_piece = name is not None and isinstance(value, Tensor) and value.dim() > 0
-            parts[key] = self.part(name, value) if is_piece and name is not None else value
-        return Whole(self.ranks, parts, OPTIMIZER)
+        own = self._state_parts(state)
+        others = {key: part.on(self._device) for key, part in self._others.items() if key not in own}
+        return Whole(self.ranks, own | others, OPTIMIZER)
+
+    def _state_parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole of each of ``state``: a part, or what all ranks have."""
+        return {key: self._state_part(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def _state_part(self, key: str, value: Tensor) -> Tensor | Part:
+        name = self._weight_of(key)
+        if name is None:
+            return value
+        if value.dim() and key.partition("::")[0] in (name, AVERAGE):
+            return self.part(name, value, value.dtype)
+        place = self.holdings[name].place  # a number, or a matrix of a packed master, which all ranks of its stage have
+        return HeldPart(value, Holding(tuple(value.shape), place=place), value.dtype, value.device) if place else value
 
     def own_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for key, value in super().own_state(state).items():
             name = self._weight_of(key)
-            found[key] = value if name is None or value.dim() == 0 else self.piece(name, value)
+            if name is None:
+                found[key] = value
+            elif name in self.weights:
+                owner = key.partition("::")[0]
+                is_piece = owner == AVERAGE or (owner == name not in self.owned and value.dim() > 0)
+                found[key] = self.piece(name, value) if is_piece else value
         return found
 
     def _weight_of(self, key: str) -> str | None:
-        """The weight whose pieces state ``key`` has: ``<weight>::exp_avg``, or ``ema::<weight>``. None for a whole one's."""
+        """The master that state ``key`` is of: ``<weight>::exp_avg``, ``<weight>[q]::momentum_buffer`` or ``ema::<weight>``.
+        None if it is of the whole run."""
         owner, _, name = key.partition("::")
-        if owner in self._shapes:
-            return None if owner in self.owned else owner
-        return name if name in self._shapes else None
+        return next((weight for weight in (owner.partition("[")[0], name) if weight in self.holdings), None)
 
 
 class ShardedMasters(DividedMasters):
@@ -191,19 +303,17 @@ class ShardedMasters(DividedMasters):
     them, and hands each rank its rows of the gradients' sum.
     """
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, ranks: Ranks) -> None:
+    def _hold(self, decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._sums = TreeSum(in_order=ranks.layout.exact)
         self.compressed: CompressedSums | None = None  # each pass is, by the reduce-scatter
         self.dtype, self.stored = dtype, torch.float32
         self._decoder = decoder
-        self._shapes = trained_shapes(decoder)
         shard_decoder(decoder, ranks, dtype)
         parameters = dict(decoder.named_parameters())
-        self._parameters = {name: parameters[name] for name in self._shapes}
+        self._parameters = {name: parameters[name] for name, holding in self.holdings.items() if holding.is_at(ranks)}
         with torch.no_grad():
             self.weights = {name: _local(parameter) for name, parameter in self._parameters.items()}
-        frozen = [_local(p) for p in parameters.values() if not p.requires_grad]
+        frozen = [_local(parameter) for name, parameter in parameters.items() if name not in self._parameters]
         self.frozen_bytes = sum(t.numel() * t.element_size() for t in (*frozen, *decoder.buffers()))
         self.has_working_copy = False
         self.gradients = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
@@ -225,30 +335,7 @@ class ShardedMasters(DividedMasters):
 
     def update_working_copy(self) -> None:
         self.drop_gathered()
-
-    @property
-    def group(self) -> Any:
-        return self.ranks.mesh.get_group("shard")
-
-    def part(self, name: str, local: Tensor) -> Tensor | Part:
-        return RowsPart(local, self._shapes[name])
-
-    def piece(self, name: str, whole: Tensor, rank: int | None = None) -> Tensor:
-        first, end = rows_of(len(whole), self.ranks.shard if rank is None else rank, self.ranks.layout.shard)
-        return whole[first:end]
-
-    def joined(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(pieces))
-
-    def piece_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        n_rows, *rest = self._shapes[name]
-        first, end = rows_of(n_rows, rank, self.ranks.layout.shard)
-        return (end - first, *rest)
-
-
-def trained_shapes(decoder: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters of ``decoder`` that are trained, by name."""
-    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+        self.share_working_copy()
 
 
 def row_norms(gradient: Tensor) -> Tensor:
@@ -260,5 +347,5 @@ def row_norms(gradient: Tensor) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor._local_tensor
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

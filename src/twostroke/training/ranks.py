@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,9 @@ SENT: Counter[str] = Counter()
 
 BUCKET_BYTES = 16 * 2**20
 """Gradients that replicas exchange at once."""
+
+AXES = ("replica", "shard", "expert", "pipeline", "context", "tensor")
+"""What ranks are numbered by, the last one fastest: ranks of a replica are neighbours, and so are those of a tensor."""
 
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,14 +66,14 @@ class Part(Protocol):
 
 
 class Ranks:
-    """One process of ``n``. ``layout`` is set by ``lay_out``: the ranks of a replica are neighbours, and
-    r // (shard·expert·context·tensor) is the number of the replica."""
+    """One process of ``n``. ``layout`` is set by ``lay_out``, and gives each rank a number along each of ``AXES``."""
 
     def __init__(self, rank: int = 0, n: int = 1, control: Any = None) -> None:
         self.rank, self.n = rank, n
         self.layout = ParallelRecipe(data=n)
-        self.mesh: Any = None
         self.parts: Callable[[], Mapping[str, Part]] = dict
+        self._groups: dict[tuple[str, ...], Any] = {}
+        self._meshes: dict[tuple[str, ...], Any] = {}
         self._control = control
         self._leading = False
         self.is_alone = False
@@ -81,39 +85,47 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def size(self, *axes: str) -> int:
+        """Ranks that differ in ``axes`` alone."""
+        return math.prod(self.layout.data if axis == "replica" else getattr(self.layout, axis) for axis in axes)
+
+    def at(self, *axes: str) -> int:
+        """The number of this rank among those that differ from it in ``axes`` alone."""
+        return self.number_along(axes, self._places(self.rank))
+
+    def _places(self, rank: int) -> dict[str, int]:
+        """The number of ``rank`` along each axis."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return found
+
+    def number_along(self, axes: Iterable[str], places: Mapping[str, int]) -> int:
+        """The number of the rank at ``places`` among those that differ in ``axes`` alone."""
+        number = 0
+        for axis in AXES:
+            if axis in axes:
+                number = number * self.size(axis) + places[axis]
+        return number
+
+    def rank_at(self, places: Mapping[str, int]) -> int:
+        """The rank of the first replica at ``places``, and at 0 along other axes."""
+        return self.number_along(AXES, dict.fromkeys(AXES, 0) | dict(places))
+
+    def neighbour(self, axis: str, number: int) -> int:
+        """The rank that is ``number`` along ``axis``, and else where this one is."""
+        return self.number_along(AXES, self._places(self.rank) | {axis: number})
+
+    def places_along(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        """Where the ranks are that differ in ``axes``, in their order."""
+        found: list[dict[str, int]] = [{}]
+        for axis in (axis for axis in AXES if axis in axes):
+            found = [places | {axis: number} for places in found for number in range(self.size(axis))]
+        return found
+
     @property
     def replica(self) -> int:
-        return self.rank // self.layout.of_a_replica
-
-    @property
-    def place(self) -> int:
-        """The number of this rank in its replica."""
-        return self.rank % self.layout.of_a_replica
-
-    @property
-    def shard(self) -> int:
-        """The number of this rank among those that share out rows."""
-        return self.place // (self.layout.expert * self.layout.together)
-
-    @property
-    def expert(self) -> int:
-        """The number of this rank among those that share each layer's experts."""
-        return self.place // self.layout.together % self.layout.expert
-
-    @property
-    def pipeline(self) -> int:
-        """The number of this rank's stage."""
-        return self.place // (self.layout.context * self.layout.tensor) % self.layout.pipeline
-
-    @property
-    def context(self) -> int:
-        """The number of this rank among those that share each sequence."""
-        return self.place // self.layout.tensor % self.layout.context
-
-    @property
-    def tensor(self) -> int:
-        """The number of this rank among those that share each matrix."""
-        return self.place % self.layout.tensor
+        return self.at("replica")
 
     @property
     def n_readers(self) -> int:
@@ -125,18 +137,35 @@ class Ranks:
         return by_rank[:: self.layout.together]
 
     def of_tokens(self, by_rank: list[T]) -> list[T]:
-        """Of what each rank found, that of one rank of each token: of pipelines, of the last stage."""
-        return by_rank[self.layout.pipeline - 1 :: self.layout.pipeline * self.layout.tensor]
+        """Of what each rank found, that of one rank of each token: of the last stage, and the first of a tensor's."""
+        last = {"pipeline": self.layout.pipeline - 1, "tensor": 0}
+        return [found for rank, found in enumerate(by_rank) if last.items() <= self._places(rank).items()]
 
-    def lay_out(self, layout: ParallelRecipe, device: torch.device) -> None:
+    def lay_out(self, layout: ParallelRecipe) -> None:
         """Use ``layout``, which ``ParallelRecipe.on`` has filled in."""
-        self.layout = layout
-        if self.n > 1:
-            from torch.distributed.device_mesh import init_device_mesh
+        self.layout, self._groups, self._meshes = layout, {}, {}
 
-            names = ("replica", "shard", "expert", "pipeline", "context", "tensor")
-            sizes = (layout.data, layout.shard, layout.expert, layout.pipeline, layout.context, layout.tensor)
-            self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    def group(self, *axes: str) -> Any:
+        """The ranks that differ from this one in ``axes`` alone, in their order. All ranks ask for the same axes in the same
+        order."""
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self._groups:
+            members: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(self.n):
+                places = self._places(rank)
+                members.setdefault(tuple(places[axis] for axis in AXES if axis not in key), []).append(rank)
+            self._groups[key], _ = dist.new_subgroups_by_enumeration(list(members.values()), TIMEOUT)
+        return self._groups[key]
+
+    def mesh(self, *axes: str) -> Any:
+        """``group`` as torch's mesh of one dimension, for accelerators where there are some."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self._meshes:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+            self._meshes[key] = DeviceMesh.from_group(self.group(*axes), device_type)
+        return self._meshes[key]
 
     def micro_batches(self, n: int) -> list[int]:
         """Numbers of those of a step's ``n`` micro-batches that this rank computes.
@@ -145,7 +174,7 @@ class Ranks:
         whose gradients are reduced after each pass, take neighbours.
         """
         each = n // self.layout.data
-        number, apart = self.shard * self.layout.expert + self.expert, self.layout.shard * self.layout.expert
+        number, apart = self.at("shard", "expert"), self.size("shard", "expert")
         return list(range(self.replica * each + number, (self.replica + 1) * each, apart))
 
     @property
@@ -154,7 +183,7 @@ class Ranks:
         if self.is_alone:
             return "one after another"
         order = "in a tree" if self.layout.exact else f"by {self.n} ranks"
-        cut = self.layout.tensor * self.layout.context * self.layout.expert
+        cut = self.size("tensor", "context", "expert")
         return order if cut == 1 else f"{order}, of products on {cut} ranks"
 
     @property
@@ -183,7 +212,7 @@ class Ranks:
 
     def of_last_layer(self, found: T) -> T:
         """What a rank found that has the last layer, on all ranks."""
-        return self.gathered(found)[(self.layout.pipeline - 1) * self.layout.context * self.layout.tensor]
+        return self.gathered(found)[self.rank_at({"pipeline": self.layout.pipeline - 1})]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
@@ -286,7 +315,7 @@ class Ranks:
         if not self.layout.exact:
             self.add_up(tensors)
             return
-        _sum_in_order(tensors, self.mesh.get_group("replica"), "data", wire)
+        _sum_in_order(tensors, self.group("replica"), "data", wire)
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -294,17 +323,13 @@ class Ranks:
         n = self.layout.data
         for bucket in buckets(tensors) if n > 1 else ():
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=self.mesh.get_group("replica"))
+            dist.all_reduce(flat, group=self.group("replica"))
             SENT["data"] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
             _split(flat, bucket)
 
     def over_replicas(self, own: Tensor) -> Tensor:
         """(replicas, n): ``own`` of each replica, of equal length."""
-        return own[None] if self.layout.data == 1 else gathered(own, self.mesh.get_group("replica"), "data")
-
-    def over_shards(self, flat: Tensor) -> Tensor:
-        """(shard, n): ``flat`` of every rank of this replica, of equal length."""
-        return flat[None] if self.layout.shard == 1 else gathered(flat, self.mesh.get_group("shard"))
+        return own[None] if self.layout.data == 1 else gathered(own, self.group("replica"), "data")
 
     def sum_counts(self, tensors: Sequence[Tensor]) -> None:
         """Replace ``tensors`` of counts, whose sums are exact in any order, by their sums over all ranks."""
@@ -341,7 +366,7 @@ def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
 @torch.no_grad()
 def sum_over(kind: str, gradients: list[Tensor], ranks: Ranks) -> None:
     """Replace ``gradients``, each rank's part of them, by their sums over the ranks of ``kind``, in one order."""
-    _sum_in_order(gradients, ranks.mesh.get_group(kind), "gradients")
+    _sum_in_order(gradients, ranks.group(kind), "gradients")
 
 
 def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None = None) -> None:

@@ -72,7 +72,7 @@ def lay_out(recipe: TrainRecipe, ranks: Ranks | None, log: Log = _silent) -> Ran
         layout = ranks.led(lambda: _chosen(recipe, ranks, log))
     with ranks.agreed():
         layout = layout.on(ranks.n, recipe.train.grad_accumulation)
-    ranks.lay_out(layout, pick_device())
+    ranks.lay_out(layout)
     return ranks
 
 

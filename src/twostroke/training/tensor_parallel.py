@@ -70,9 +70,9 @@ def adapter_cuts(decoder: Decoder) -> dict[str, Cut]:
     return found
 
 
-def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
-    """Raise ConfigError if ``n`` ranks cannot train ``spec`` by tensor parallel: what they do not divide, or a feature that is
-    not cut."""
+def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int, n_context: int = 1) -> None:
+    """Raise ConfigError if ``n`` ranks cannot train ``spec`` by tensor parallel, where ``n_context`` others share sequences:
+    what they do not divide, or a feature that is not cut."""
     if n == 1:
         return
     length = recipe.train.sequence_length
@@ -81,6 +81,12 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
             raise ConfigError(f"parallel.tensor={n} must divide {name}={value}. Use {divisors(value)}.")
     if length % n:
         raise ConfigError(f"parallel.tensor={n} must divide train.sequence_length={length}. Use {divisors(length)}.")
+    own = length // n_context
+    if length % n_context == 0 and own % n:
+        raise ConfigError(
+            f"parallel.tensor={n} must divide the {own} tokens that each of parallel.context={n_context} ranks has of "
+            f"train.sequence_length={length}. Use {divisors(own)}."
+        )
     away = spec.departures
     refused = {
         "a mixture of experts": spec.moe is not None,
@@ -111,10 +117,11 @@ def _group(name: str) -> Any:
 
 @torch.library.custom_op("twostroke::gather_sequence", mutates_args=())
 def _gather(x: Tensor, group: str, n: int) -> Tensor:
-    found = torch.empty(n * x.numel(), dtype=x.dtype, device=x.device)
-    all_gather(found, x.contiguous().view(-1), group=_group(group))
+    gathered = x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])
+    found = gathered if len(x) == 1 else x.new_empty(n, *x.shape)  # of one row ranks' parts are in their order
+    all_gather(found.view(-1), x.contiguous().view(-1), group=_group(group))
     SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
-    return found.view(n, *x.shape).transpose(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
+    return gathered if len(x) == 1 else gathered.copy_(found.transpose(0, 1).reshape(gathered.shape))
 
 
 @_gather.register_fake
@@ -176,7 +183,7 @@ class TensorGroup:
 
     @classmethod
     def of(cls, ranks: Ranks) -> TensorGroup:
-        return cls(ranks.mesh.get_group("tensor").group_name, ranks.tensor, ranks.layout.tensor)
+        return cls(ranks.group("tensor").group_name, ranks.at("tensor"), ranks.layout.tensor)
 
     def gathered(self, x: Tensor) -> Tensor:
         """(B, T, …) of each rank's (B, T/n, …). Its gradient is the ranks' sum, scattered."""

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from twostroke.model.decoder import Decoder
 from twostroke.training.ranks import Ranks
-from twostroke.training.stages import layers_of
+from twostroke.training.stages import own_layers
 from twostroke.training.tensor_parallel import gathered_logits
 
 PASSED_ON = 5
-"""The tag of residual streams that stages send each other outside of a step (those of steps: ``pipeline_masters``)."""
+"""The tag of residual streams that stages send each other outside of a step (those of steps: ``pipelined_step``)."""
 
 
-def run_together(decoder: Decoder, ranks: Ranks) -> None:
+def run_together(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
     """Let ``decoder.hidden`` take sequences of any length, and ``decoder.logits`` give whole rows, if the ranks of a replica
     call both alike. Of stages the last one alone has them (``Ranks.of_last_layer``), and the others' have no meaning."""
     layout = ranks.layout
@@ -37,11 +37,11 @@ def run_together(decoder: Decoder, ranks: Ranks) -> None:
         if layout.pipeline == 1:
             found: Tensor = whole(tokens, positions, documents)
         else:
-            found = _through_stages(decoder, ranks, tokens, positions, documents)
+            found = _through_stages(decoder, ranks, dtype, tokens, positions, documents)
         return found[:, :n_tokens]
 
     def logits(rows: Tensor) -> Tensor:
-        if ranks.pipeline < layout.pipeline - 1:
+        if ranks.at("pipeline") < layout.pipeline - 1:
             return rows.new_zeros(*rows.shape[:-1], decoder.spec.vocab_size)
         found = Decoder.logits(decoder, rows)
         return found if layout.tensor == 1 else gathered_logits(found, decoder.spec, ranks)
@@ -50,18 +50,18 @@ def run_together(decoder: Decoder, ranks: Ranks) -> None:
     outside.hidden, outside.logits = hidden, logits
 
 
-def _through_stages(decoder: Decoder, ranks: Ranks, tokens: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+def _through_stages(
+    decoder: Decoder, ranks: Ranks, dtype: torch.dtype, tokens: Tensor, positions: Tensor, documents: Tensor | None
+) -> Tensor:
     """What the last stage reads out; on others what they have passed on."""
-    layout, spec = ranks.layout, decoder.spec
-    apart = layout.context * layout.tensor  # ranks from a stage to the next
-    if ranks.pipeline == 0:
-        residual = decoder.entered(tokens, positions)
-    else:
-        shape = (len(tokens), tokens.shape[1] // layout.tensor, spec.d_model)
-        residual = torch.empty(shape, dtype=decoder.embed.weight.dtype, device=tokens.device)
-        dist.recv(residual, ranks.rank - apart, tag=PASSED_ON)
-    residual = decoder.through(residual, positions, documents, layers_of(ranks.pipeline, layout.pipeline, spec.n_layers))
-    if ranks.pipeline == layout.pipeline - 1:
-        return decoder.read_out(residual)
-    dist.send(residual.contiguous(), ranks.rank + apart, tag=PASSED_ON)
-    return residual
+    n_stages, stage = ranks.size("pipeline"), ranks.at("pipeline")
+    made = tokens
+    for layers in own_layers(decoder, ranks):
+        if layers.start > 0:
+            shape = (len(tokens), tokens.shape[1] // ranks.size("tensor"), decoder.spec.d_model)
+            made = torch.empty(shape, dtype=dtype, device=tokens.device)
+            dist.recv(made, ranks.neighbour("pipeline", (stage - 1) % n_stages), tag=PASSED_ON)
+        made = decoder.stage(made, positions, documents, layers)
+        if layers.stop < decoder.spec.n_layers:
+            dist.send(made.contiguous(), ranks.neighbour("pipeline", (stage + 1) % n_stages), tag=PASSED_ON)
+    return made

@@ -20,40 +20,6 @@ def rows_of(n_rows: int, shard: int, n_shards: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What this rank holds of a tensor."""
-
-    local: Tensor
-    is_of_replicas: ClassVar[bool] = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
-
-
-@dataclass(frozen=True)
-class RowsPart(_Held):
-    """The rows of a tensor of ``shape`` that a rank of a replica holds."""
-
-    shape: tuple[int, ...]
-
-    def gather(self, ranks: Ranks) -> Tensor | None:
-        n = ranks.layout.shard
-        if not ranks.is_first:
-            if self.local.numel():
-                dist.send(self.local.contiguous(), 0)
-            return None
-        whole = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
-        for shard in range(n):
-            first, end = rows_of(self.shape[0], shard, n)
-            if shard == 0:
-                whole[first:end].copy_(self.local)
-            elif end > first:
-                dist.recv(whole[first:end], shard)
-        return whole
-
-
-@dataclass(frozen=True)
 class Cut:
     """A tensor of ``shape`` of which ranks hold pieces along ``dim``: a piece of each of the matrices packed there, whose
     lengths are ``parts``."""
@@ -87,56 +53,16 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class CutPart(_Held):
-    """The piece ``local`` of a tensor that ranks of a replica hold by ``cut``."""
+class ReplicasPart:
+    """A tensor of each replica of one rank, of which ``local`` is this one's; ``shape`` is (replicas, …)."""
 
-    cut: Cut
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.cut.shape
-
-    def gather(self, ranks: Ranks) -> Tensor | None:
-        if not ranks.is_first:
-            dist.send(self.local.contiguous(), 0)
-            return None
-        n, pieces = ranks.layout.of_a_replica, [self.local]
-        for rank in range(1, n):
-            pieces.append(torch.empty(self.cut.piece_shape(rank, n), dtype=self.dtype, device=self.local.device))
-            dist.recv(pieces[-1], rank)
-        return self.cut.joined(pieces)
-
-
-@dataclass(frozen=True)
-class OwnedPart:
-    """A whole tensor that one rank of a replica, its ``owner``, holds."""
-
-    tensor: Tensor | None
-    shape: tuple[int, ...]
-    owner: int
-    dtype: torch.dtype
-    device: torch.device
-    is_of_replicas: ClassVar[bool] = False
-
-    def gather(self, ranks: Ranks) -> Tensor | None:
-        if ranks.place == self.owner:
-            assert self.tensor is not None
-            if not ranks.is_first:
-                dist.send(self.tensor.contiguous(), 0)
-            return self.tensor
-        if not ranks.is_first:
-            return None
-        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        dist.recv(whole, self.owner)
-        return whole
-
-
-@dataclass(frozen=True)
-class ReplicasPart(_Held):
-    """A tensor of each replica of one rank; ``shape`` is (replicas, …)."""
-
+    local: Tensor
     shape: tuple[int, ...]
     is_of_replicas: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
 
     def gather(self, ranks: Ranks) -> Tensor | None:
         if not ranks.is_first:

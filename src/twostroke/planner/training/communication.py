@@ -113,10 +113,27 @@ def within_micro_batch(
         link = group_link(layout, hardware, layout.pipeline, layout.tensor * layout.replicas)
         what, bursts = "send to the next stage, and back", n_micro * 2 * layout.interleave
         once_s = network.send_s(message, link)
-        one_way = layout.pipeline == 2 and layout.interleave == 1  # of two stages each sends one way, and waits for the other
-        sent = message / 2 if one_way else message
+        # Of a stage's chunks that at an end of the model sends one way alone; of two stages each waits for the other.
+        ends = int(stage.first or stage.last) if layout.pipeline == 2 else 0
+        sent = message * (1 - ends / (2 * layout.interleave))
         found.append(_waited_for("pipeline", what, layout.pipeline, link, bursts, message, sent, once_s))
+        if spec.tied_embeddings and shape.method == "full" and (stage.first or stage.last):
+            found.append(_tied_head(spec, shape, layout, stage, link))
     return found
+
+
+def _tied_head(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, link: Link) -> Traffic:
+    """Of an embedding that is the head too: its gradient from the last stage to the first, once a micro-batch, or the new
+    weight back, of which each rank of a sharded first stage sends its rows."""
+    w, width = letter("w", bytes_of(shape.compute_dtype)), spec.departures.embedding_dim or spec.d_model
+    table = w * spec.vocab_size * width / layout.tensor
+    if stage.last:
+        what, n, overlap = "the head's gradient to the embedding", shape.grad_accumulation, "behind the passes that follow"
+    else:
+        what, n, overlap = "the embedding to the head", 1, "none: the next step needs it"
+        table /= layout.replicas if layout.zero else 1
+    once_s = network.send_s(table, link)
+    return Traffic("pipeline", what, 2, n, table, n * table, n * once_s, once_s, overlap, link.kind)
 
 
 def all_to_all_s(n_bytes: float, top_k: int, layout: Layout, hardware: Hardware) -> float:

@@ -53,11 +53,6 @@ class Layout:
             raise ConfigError(
                 f"interleave={self.interleave} cuts pipeline stages into chunks, and pipeline=1. Use interleave=1."
             )
-        if self.pipeline > 1 and self.zero > 1:
-            raise ConfigError(
-                f"zero={self.zero} with pipeline={self.pipeline} would gather or reduce once a micro-batch. Use zero=0 or 1, "
-                "or pipeline=1."
-            )
         plane = self.replicas * self.tensor
         if plane % self.expert:
             raise ConfigError(f"expert={self.expert} must divide data·tensor={plane}. Use {_divisors(plane)}.")
@@ -75,11 +70,10 @@ class Layout:
 
     @property
     def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, and ZeRO-2 or 3 over them, or tensor, context, expert or pipeline parallel in
-        them."""
-        shared = [n for n in (self.tensor, self.context, self.expert, self.pipeline) if n > 1]
-        alone = not shared or (len(shared) == 1 and not self.zero)
-        return alone and self.interleave == 1 and self.zero != 1
+        """Whether our trainer runs it: replicas, ZeRO-2 or 3 over them, and tensor, context, expert and pipeline parallel in
+        them, but neither matrices nor stages beside experts."""
+        cuts_experts = self.expert > 1 and (self.tensor > 1 or self.pipeline > 1)
+        return self.zero != 1 and not cuts_experts
 
     @property
     def sequence_cut(self) -> int:
@@ -129,6 +123,7 @@ def layout_of(parallel: ParallelRecipe | None) -> Layout:
         context=parallel.context,
         expert=parallel.expert,
         pipeline=parallel.pipeline,
+        interleave=parallel.interleave,
     )
 
 
