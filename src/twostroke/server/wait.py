@@ -183,8 +183,8 @@ class Asked(NamedTuple):
 @dataclass(eq=False)
 class Ticket:
     """A prompt that the engine has, from being handed over to the end of its last answer. ``most``: tokens that each answer may
-    have, and ``is_certain`` whether it will. ``predicted_s``: its wait, uncorrected, if that is to be compared. ``written``: the
-    tokens of the answer that was heard of last, of a whole answer none before its end."""
+    have, and ``is_certain`` whether it will. ``predicted_s``: its wait, uncorrected, if that is to be compared. ``written``:
+    the tokens of the answer that was heard of last, of a whole answer none before its end."""
 
     asked: Asked
     most: int
