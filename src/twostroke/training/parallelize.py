@@ -146,7 +146,7 @@ def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
             same = ranks.mesh(*(axis for axis in sharing(ranks) if axis != "expert"))
             fully_shard(module, mesh=same, reshard_after_forward=not keeps, mp_policy=policy)
     mesh = ranks.mesh(*sharing(ranks))
-    blocks = [[decoder.blocks[layer] for layer in layers] for layers in own_layers(decoder, ranks)]
+    blocks: list[list[Any]] = [[decoder.blocks[layer] for layer in layers] for layers in own_layers(decoder, ranks)]
     for unit in (*itertools.chain(*blocks), decoder):
         reshards = not keeps and unit is not decoder
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=elsewhere)
@@ -155,10 +155,11 @@ def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
             module.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks))  # type: ignore[arg-type]
             module.set_custom_all_gather(CountedAllGather())  # type: ignore[arg-type]
             module.set_reshard_after_backward(not keeps, recurse=False)
-    for chunk in (*blocks, [decoder]):
+    units: list[list[Any]] = [*blocks, [decoder]]
+    for chunk in units:
         for before, unit in zip((chunk[0], *chunk), chunk, strict=False):
             # Torch would guess by the order of forward passes, which several micro-batches under way do not keep.
-            unit.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
+            unit.set_modules_to_backward_prefetch([before])
     register_fsdp_forward_method(decoder, "stage")
 
 

@@ -53,7 +53,7 @@ def run_together(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
 def _through_stages(
     decoder: Decoder, ranks: Ranks, dtype: torch.dtype, tokens: Tensor, positions: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """What the last stage reads out; on others what they have passed on."""
+    """What the last stage reads out; zeros on others."""
     n_stages, stage = ranks.size("pipeline"), ranks.at("pipeline")
     made = tokens
     for layers in own_layers(decoder, ranks):
@@ -64,4 +64,4 @@ def _through_stages(
         made = decoder.stage(made, positions, documents, layers)
         if layers.stop < decoder.spec.n_layers:
             dist.send(made.contiguous(), ranks.neighbour("pipeline", (stage + 1) % n_stages), tag=PASSED_ON)
-    return made
+    return made if stage == n_stages - 1 else made.new_zeros(*tokens.shape, decoder.spec.d_model)
