@@ -35,7 +35,9 @@ class HangFinder:
     other rank, disk or child and whose threads all sleep; a main thread that has computed for several times its longest
     stretch without a mark.
 
-    The first rank may sleep while it prepares data, which may be downloaded. The last two need Linux.
+    The first rank may sleep while it prepares data, which may be downloaded. In its first steps a rank may sleep as long as
+    another one of this machine works: torch has one of them compile what all need, behind a lock of a file. The last two need
+    Linux.
     """
 
     def __init__(self, pids: Mapping[int, int], first_rank: int) -> None:
@@ -51,19 +53,27 @@ class HangFinder:
         if now - seen.running_at > STOPPED_S:
             return "is stopped (SIGSTOP)"
         may_sleep = marks.waiting or marks.phase == Phase.JOINING or self._may_download(local, marks)
-        if may_sleep or marks.count != seen.marks.count or not set(states.values()) <= {"S", "T"}:
+        if may_sleep or marks.count != seen.marks.count or _any_runs(states):
             seen.awake_at = now
         seen.marks = marks
         if now - seen.awake_at > marks.idle_limit_s:
-            if not _waits_for_disk(pid) and not _children_work(pid):
+            if not _waits_for_disk(pid) and not _children_work(pid) and not self._waits_for_a_compiler(local, marks):
                 return f"has slept for {now - seen.awake_at:.1f} s"
             seen.awake_at = now
         if not marks.waiting and (busy_s := _main_thread_s(pid) - marks.cpu_s) > marks.busy_limit_s:
             return f"has computed for {busy_s:.1f} s without progress"
         return None
 
+    def _waits_for_a_compiler(self, local: int, marks: Marks) -> bool:
+        others = (pid for other, pid in self._pids.items() if other != local)
+        return marks.phase == Phase.FIRST_STEPS and any(_any_runs(_thread_states(pid)) or _children_work(pid) for pid in others)
+
     def _may_download(self, local: int, marks: Marks) -> bool:
         return local + self._first_rank == 0 and marks.phase == Phase.PREPARING
+
+
+def _any_runs(states: Mapping[int, str]) -> bool:
+    return not set(states.values()) <= {"S", "T"}
 
 
 def _thread_states(pid: int) -> dict[int, str]:
