@@ -67,7 +67,7 @@ def test_what_no_option_of_train_asks_for_is_planned_only() -> None:
     assert all(not plan_training(spec, TrainingShape(method=method), CPU).planned_only for method in METHODS)
     assert [logits for logits in LOGITS if plan_training(spec, TrainingShape(logits=logits), CPU).planned_only] == ["whole"]
     assert not plan_training(spec, TrainingShape(), CPU, Layout(data=2, zero=3)).planned_only
-    over_two = plan_training(spec, TrainingShape(), CPU, Layout(tensor=2, pipeline=2))
+    over_two = plan_training(spec, TrainingShape(), CPU, Layout(data=2, zero=1, tensor=2))
     assert over_two.planned_only == ("training over 4 devices",)
     assert planned_only_text(over_two.planned_only) in " ".join(training_text(over_two, "x").split())
     assert plain(over_two)["planned_only"] == ["training over 4 devices"]

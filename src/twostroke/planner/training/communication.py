@@ -128,7 +128,7 @@ def _tied_head(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Sta
     w, width = letter("w", bytes_of(shape.compute_dtype)), spec.departures.embedding_dim or spec.d_model
     table = w * spec.vocab_size * width / layout.tensor
     if stage.last:
-        what, n, overlap = "the head's gradient to the embedding", shape.grad_accumulation, "behind the passes that follow"
+        what, n, overlap = "gradient of the head, to the embedding", shape.grad_accumulation, "behind the passes that follow"
     else:
         what, n, overlap = "the embedding to the head", 1, "none: the next step needs it"
         table /= layout.replicas if layout.zero else 1
