@@ -25,7 +25,7 @@ from twostroke.planner.text.training import training_text
 from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.training.plan import plan_training
-from twostroke.planner.training.shape import CHECKPOINTING, LOGITS, METHODS, TrainingShape
+from twostroke.planner.training.shape import CHECKPOINTING, LOGITS, METHODS, OFFLOADS, TrainingShape
 
 CPU, B200 = load_hardware("epyc-9654"), load_hardware("b200")
 
@@ -54,6 +54,15 @@ def recipe(**train: str) -> None:
 def test_training_is_planned_only_where_a_recipe_is_refused(key: str, asked: str, values: tuple[str, ...]) -> None:
     plans = {value: plan_training(small_llama(), TrainingShape(**{asked: value}), B200) for value in values}  # type: ignore[arg-type]
     assert {v for v, plan in plans.items() if plan.planned_only} == {v for v in values if refused(recipe, **{key: v})}
+
+
+@pytest.mark.parametrize("key", ["offload_optimizer", "offload_activations"])
+def test_offload_is_planned_only_where_a_recipe_is_refused_and_on_accelerators(key: str) -> None:
+    plans = {value: plan_training(small_llama(), TrainingShape(**{key: value}), CPU) for value in OFFLOADS}  # type: ignore[arg-type]
+    assert (
+        {v for v, plan in plans.items() if plan.planned_only} == {v for v in OFFLOADS if refused(recipe, **{key: v})} == {"cpu"}
+    )
+    assert plan_training(small_llama(), TrainingShape(**{key: "disk"}), B200).planned_only  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("key", "asked", "values"), [("dtype", "scheme", PLANNED), ("kv_dtype", "kv_dtype", CACHE_DTYPES)])

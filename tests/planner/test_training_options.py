@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from machines import ideal_machine, machine, small_llama
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.policy import OFFLOAD_BLOCK
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.datasheet_rates import product_s
@@ -30,8 +32,8 @@ def plan(layout: Layout = FSDP, hardware: str = "h100", **changes: object) -> Tr
     ("changes", "words"),
     [
         ({"optimizer_in_backward": True}, "the optimizer in backward"),
-        ({"offload_activations": True}, "activations in host memory"),
-        ({"offload_optimizer": True}, "the optimizer in host memory"),
+        ({"offload_activations": "cpu"}, "activations in host memory"),
+        ({"offload_optimizer": "cpu"}, "the optimizer in host memory"),
         ({"gradient_bits": 8}, "gradients sent in 8 bits"),
         ({"checkpointing": "selective_op"}, "recomputation selective_op"),
         ({"dtype": "mxfp8"}, "training in mxfp8"),
@@ -58,7 +60,7 @@ def test_gradients_come_as_activations_go() -> None:
 
 
 def test_activations_that_wait_on_the_host_leave_the_device_and_take_the_slot() -> None:
-    there, here = plan(offload_activations=True), plan()
+    there, here = plan(offload_activations="cpu"), plan()
     assert there.memory_bytes["activations"] < here.memory_bytes["activations"] / 4
     (traffic,) = (t for t in there.traffic if t.parallel == "host")
     assert traffic.seconds > 0
@@ -66,9 +68,48 @@ def test_activations_that_wait_on_the_host_leave_the_device_and_take_the_slot() 
 
 
 def test_an_optimizer_on_the_host_holds_nothing_on_the_device_and_is_slow() -> None:
-    there, here = plan(offload_optimizer=True, dtype="bf16"), plan(dtype="bf16")
+    there, here = plan(offload_optimizer="cpu", dtype="bf16"), plan(dtype="bf16")
     assert there.memory_bytes["optimizer"] == there.masters_bytes == 0
     assert there.optimizer_s > 3 * here.optimizer_s
+
+
+def test_a_scratch_file_saves_what_it_holds_but_two_blocks_and_adds_what_moving_it_takes() -> None:
+    spec, shape, hardware = small_llama(), TrainingShape(), ideal_machine(disk_cached_read_bytes_per_s=1e10)
+    here = plan_training(spec, shape, hardware)
+    there = plan_training(spec, dataclasses.replace(shape, offload_optimizer="disk"), hardware)
+    state = 8 * here.parameters.total
+    assert there.memory_bytes["optimizer"] == 2 * 8 * OFFLOAD_BLOCK
+    assert there.offload is not None
+    assert there.offload.saved_bytes == here.peak_memory_bytes - there.peak_memory_bytes
+    assert there.offload.moved_bytes == there.offload_read_bytes_per_step == state
+    assert there.offload.added_s == pytest.approx(2 * state / 1e10 + 2 * state / 1e11)  # copies, and sums at the bandwidth
+    assert there.step_time_s == pytest.approx(here.step_time_s + there.offload.added_s)
+    assert here.checkpoint_bytes == there.checkpoint_bytes
+
+
+def test_activations_on_disk_leave_those_of_a_layer_in_memory_and_move_in_each_pass() -> None:
+    spec, hardware = small_llama(), machine()
+    here, once, twice = (
+        plan_training(spec, TrainingShape(grad_accumulation=n, offload_activations=place), hardware)
+        for n, place in ((1, "none"), (1, "disk"), (2, "disk"))
+    )
+    assert once.memory_bytes["activations"] < here.memory_bytes["activations"] / spec.n_layers + 2**23
+    assert once.offload is not None
+    assert twice.offload is not None
+    assert twice.offload.moved_bytes == 2 * once.offload.moved_bytes
+    assert twice.offload.file_bytes == once.offload.file_bytes
+    assert once.forward_s > here.forward_s
+
+
+def test_a_disk_that_cannot_keep_up_is_waited_for() -> None:
+    shape, spec = TrainingShape(offload_optimizer="disk"), small_llama()
+    fast, slow = (plan_training(spec, shape, machine(disk_write_bytes_per_s=rate)) for rate in (2e9, 1e7))
+    small = plan_training(spec, shape, dataclasses.replace(machine(), memory_bytes=fast.peak_memory_bytes + 1))
+    assert fast.offload is not None
+    assert slow.offload is not None
+    assert small.offload is not None
+    assert slow.offload.added_s > fast.offload.moved_bytes / 1e7 - slow.forward_s - slow.backward_s
+    assert small.offload.added_s == pytest.approx(fast.offload.added_s + fast.offload.moved_bytes / 2e9)  # read from the disk
 
 
 def test_per_operation_checkpointing_lies_between_selective_and_full() -> None:

@@ -99,7 +99,7 @@ def shape_of(row: dict[str, str]) -> TrainingShape:
         checkpointing=row["checkpointing"],
         logits=row["logits"],
         optimizer_in_backward="optimizer in backward" in row["note"],
-        offload_activations="activation offloading" in row["note"],
+        offload_activations="cpu" if "activation offloading" in row["note"] else "none",
     )
 
 

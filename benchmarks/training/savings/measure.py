@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from twostroke.model.decoder import Decoder
 from twostroke.training import step as step_module
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
+from twostroke.training.offloaded_activations import OffloadedActivations
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import pick_device, use_available_cores
 from twostroke.training.precision import MasterWeights
+from twostroke.training.scratch import scratch_files
 from twostroke.training.step import TrainStep
 
 WARM_UP = 2
@@ -52,8 +55,12 @@ def measure(row: Row, steps: int, compile: bool) -> dict[str, Any]:
         step_module.chunked_cross_entropy = whole_logits  # type: ignore[assignment]
     decoder = Decoder(spec(), device=device).train()
     masters = MasterWeights.of(decoder, settings.dtype)
-    optimizers = Optimizers(masters, spec(), settings)
-    train = TrainStep(decoder, masters, optimizers, settings.clip_norm, compile, print, settings.activation_checkpointing)
+    state, activations = scratch_files(settings, Path.cwd())  # on the disk of the checkout
+    optimizers = Optimizers(masters, spec(), settings, state)
+    own = (*decoder.parameters(), *decoder.buffers())
+    offloaded = OffloadedActivations(activations, own) if activations is not None else None
+    recomputed = settings.activation_checkpointing
+    train = TrainStep(decoder, masters, optimizers, settings.clip_norm, compile, print, recomputed, offloaded=offloaded)
     clock = StepClock(device)
     times: list[float] = []
     losses: list[float] = []

@@ -45,6 +45,9 @@ TABLE = (
     Row("pure-bf16", {"dtype": "pure_bf16"}),
     Row("pure-bf16-full", {"dtype": "pure_bf16", "activation_checkpointing": "full"}),
     Row("fp32", {"dtype": "fp32"}),
+    Row("optimizer-on-disk", {"offload_optimizer": "disk"}),
+    Row("activations-on-disk", {"offload_activations": "disk"}),
+    Row("both-on-disk", {"offload_optimizer": "disk", "offload_activations": "disk"}),
 )
 
 

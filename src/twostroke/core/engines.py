@@ -14,6 +14,8 @@ from twostroke.core.spec import ModelSpec
 Method = Literal["pretrain", "full", "lora", "qlora"]
 TrainingType = Literal["bf16", "fp32", "fp16", "pure_bf16"]
 Recomputation = Literal["none", "selective", "full"]
+Offload = Literal["none", "disk"]
+"""Where a step keeps what memory would hold otherwise."""
 
 METHODS: tuple[str, ...] = get_args(Method)
 TRAINING_TYPES: tuple[str, ...] = get_args(TrainingType)

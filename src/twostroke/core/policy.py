@@ -29,6 +29,13 @@ def rows_at_once(device_kind: str, has_fp32_gradients: bool, batch_size: int, se
     return max(rows for rows in range(1, min(most, batch_size) + 1) if batch_size % rows == 0)
 
 
+OFFLOAD_BLOCK = 2**21
+"""Parameters that are updated at once when the optimizer's state is on disk: 16 MiB of AdamW's moments, of which a block is
+updated while the one before is written and the next is read. A multiple of the pieces that updates are rounded in."""
+
+LEAST_OFFLOADED_BYTES = 2**16
+"""Activations that take fewer bytes stay in memory: all of them together are little, and each would be a system call."""
+
 LOSS_CHUNK_ROWS = 1024
 """Rows of logits that the loss holds at once. 8192 rows, V = 4096, E = 256, bf16, compiled, forward and backward, CPU time of
 one thread on an EPYC with AVX-512-BF16: 149 ms in chunks of 256, 145 of 512, 150 of 1024, 146 of 2048, 160 of 4096, 162 whole,

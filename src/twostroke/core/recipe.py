@@ -201,6 +201,7 @@ class TrainRecipe:
         if self.parallel is None:
             return
         self._check_less_traffic(self.parallel)
+        self._check_offload(self.parallel)
         if self.parallel.is_auto and self.model.init_from is None and self.model.size == "auto":
             raise ConfigError(
                 'parallel.layout="auto" is planned for a model that is known, and model.size="auto" leaves it open. Give the '
@@ -232,6 +233,20 @@ class TrainRecipe:
                 raise ConfigError(
                     f"{what}, which parallel.{cut}={getattr(parallel, cut)} cannot do on parts of a {whole}. {remedy}"
                 )
+
+    def _check_offload(self, parallel: ParallelRecipe) -> None:
+        t = self.train
+        keys = {"offload_optimizer": t.offload_optimizer, "offload_activations": t.offload_activations}
+        layouts = {f"parallel.{cut}={getattr(parallel, cut)}": getattr(parallel, cut) > 1 for cut in CUTS}
+        layouts[f'parallel.compress="{parallel.compress}"'] = parallel.compress != "none"
+        layouts[f"parallel.outer_every={parallel.outer_every}"] = parallel.outer_every > 0
+        for layout, asked in layouts.items():
+            for key, place in keys.items():
+                if asked and place != "none":
+                    raise ConfigError(
+                        f'train.{key}="{place}" works with one process or with whole replicas (parallel.data), not yet with '
+                        f"{layout}. Leave one of them out."
+                    )
 
     def _check_less_traffic(self, parallel: ParallelRecipe) -> None:
         t = self.train

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.core.engines import Recomputation, TrainingType
+from twostroke.core.engines import Offload, Recomputation, TrainingType
 from twostroke.core.errors import ConfigError
 from twostroke.core.optimizers import OPTIMIZERS, Optimizer
 
@@ -25,7 +25,9 @@ class TrainSettings:
     "adam" and "sgd", and spares embeddings, norms and biases unless told otherwise.
     ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
     average of the weights, scored beside them and written to ``model-ema``. ``activation_checkpointing`` computes again in the
-    backward pass: "full" whole blocks, "selective" all but products and flash attention.
+    backward pass: "full" whole blocks, "selective" all but products and flash attention. ``offload_optimizer`` = "disk" keeps
+    the optimizer's state, and ``offload_activations`` = "disk" what blocks keep for the backward pass, in files of the run's
+    directory that have no name and go with the process; results are the same bits.
 
     Of mixtures of experts: ``balance_weight`` and ``router_z_weight`` are those of two losses added to the router's gradient
     (``model.experts``); where a family's routers have a correction bias, it moves by ``balance_bias_rate`` a step.
@@ -58,6 +60,8 @@ class TrainSettings:
     clip_norm: float = 1.0
     ema_decay: float = 0.0  # 0: no running average of the weights
     activation_checkpointing: Recomputation = "none"
+    offload_optimizer: Offload = "none"
+    offload_activations: Offload = "none"
     compile: bool = True
     anomaly_policy: Literal["skip", "rollback", "stop"] = "skip"
     spike_factor: float = 0.0  # times the running median that make a spike; 0: only what is not finite is an anomaly
@@ -131,6 +135,7 @@ def check_update(settings: TrainSettings) -> None:
         raise ConfigError(
             "train.nesterov=true looks ahead along the momentum, and train.momentum=0 has none. Give one above 0."
         )
+    _check_offload(t)
     fields = {field.name: field.default for field in dataclasses.fields(t)}
     for name, key, reader in (
         ("momentum", "optimizer", "sgd"),
@@ -142,3 +147,22 @@ def check_update(settings: TrainSettings) -> None:
                 f'train.{name}={getattr(t, name)!r} is read by train.{key}="{reader}" only, and it is "{getattr(t, key)}". '
                 "Leave one of the two out."
             )
+
+
+def _check_offload(t: TrainSettings) -> None:
+    if t.offload_optimizer != "none" and t.optimizer == "sgd" and t.momentum == 0:
+        raise ConfigError(
+            f'train.offload_optimizer="{t.offload_optimizer}" has nothing to keep: train.optimizer="sgd" with train.momentum=0 '
+            "has no state. Leave it out."
+        )
+    if t.offload_optimizer != "none" and t.checkpoint_every and t.checkpoint_in_background:
+        raise ConfigError(
+            f'train.offload_optimizer="{t.offload_optimizer}" keeps the optimizer\'s state out of memory, and '
+            "train.checkpoint_in_background=true copies it there before it is written. Set "
+            "train.checkpoint_in_background=false."
+        )
+    if t.offload_activations != "none" and t.activation_checkpointing == "selective":
+        raise ConfigError(
+            f'train.offload_activations="{t.offload_activations}" does not see what '
+            'train.activation_checkpointing="selective" keeps. Use "none" or "full".'
+        )

@@ -21,6 +21,7 @@ from twostroke.training.early_exit import EarlyExit
 from twostroke.training.environment import differences, environment
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.masters import masters_of
+from twostroke.training.offloaded_activations import OffloadedActivations
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import chunk_of, pick_device
 from twostroke.training.pipelined_step import PipelinedStep
@@ -31,6 +32,7 @@ from twostroke.training.retention import Retention
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import StepLog
 from twostroke.training.saver import CheckpointSaver
+from twostroke.training.scratch import scratch_files
 from twostroke.training.step import TrainStep
 from twostroke.training.together import run_together
 
@@ -57,7 +59,9 @@ def build(inputs: RunInputs) -> RunState:
     decoder.train()
     masters = masters_of(decoder, settings.dtype, None if ranks.is_alone else ranks)
     run_together(decoder, ranks, masters.dtype)
-    optimizers = Optimizers(masters, inputs.spec, settings)
+    state_file, activations_file = scratch_files(settings, inputs.directory.path)
+    optimizers = Optimizers(masters, inputs.spec, settings, state_file)
+    own = (*decoder.parameters(), *decoder.buffers())
     step_log = StepLog(inputs.directory.log, log)
     saver = CheckpointSaver(
         inputs.directory.checkpoints,
@@ -89,7 +93,9 @@ def build(inputs: RunInputs) -> RunState:
             ExpertBalance(decoder, settings, moves_biases=not recipe.trains_adapters),
             EarlyExit.of(decoder, settings, inputs.steps, from_scratch=recipe.model.init_from is None),
             chunk_of(decoder, ranks),
+            OffloadedActivations(activations_file, own) if activations_file is not None else None,
         ),
+        scratch=tuple(file for file in (state_file, activations_file) if file is not None),
     )
     ranks.parts = run.parts
     checkpoint = read_on_all(run, lambda: reader.get() if reader is not None else None) if inputs.resumes else None

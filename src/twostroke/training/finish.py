@@ -21,6 +21,7 @@ from twostroke.training.environment import environment, weights_sha256
 from twostroke.training.measurement import directory_bytes, medians
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import RunDirectory, read_summary, write_json
+from twostroke.training.scratch import ScratchError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def finish(run: RunState) -> TrainingResult:
     checkpoint: Path | None = None
     try:
         checkpoint = save(run)
-    except CheckpointError as error:
+    except (CheckpointError, ScratchError) as error:
         run.inputs.log(f"{error} {run.saver.what_is_kept()} The model is written anyway.")
     _write_model(run)
     measured = step_measurement(run) | _memory_measurement(run)
@@ -145,6 +146,9 @@ def _memory_measurement(run: RunState) -> dict[str, Any]:
         "gradients_bytes": run.masters.gradients_bytes,
         "optimizer_bytes": run.optimizers.state_bytes + run.masters.exchange_bytes,
     }
+    if run.scratch_steps and run.scratch:
+        measured["offload_read_bytes_per_step"] = sum(file.read_bytes for file in run.scratch) / run.scratch_steps
+        measured["offload_written_bytes_per_step"] = sum(file.written_bytes for file in run.scratch) / run.scratch_steps
     # Other ranks would have to compute it too.
     if run.last_batch is not None and not run.masters.is_sharded and run.inputs.ranks.layout.context == 1:
         measured["activations_bytes"] = run.train_step.activations_bytes(run.last_batch)

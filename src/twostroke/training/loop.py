@@ -34,6 +34,7 @@ from twostroke.training.ranks import SENT, RankLost, is_lost
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor
+from twostroke.training.scratch import ScratchError
 from twostroke.training.step import StepResult, WindowAbandoned
 from twostroke.training.stop import StopSignals
 from twostroke.training.stragglers import RankTimes
@@ -127,6 +128,10 @@ class _Loop:
                     f"rank {run.inputs.ranks.rank} lost another one in step {run.step + 1}. {run.saver.what_is_kept()} "
                     "Continue with --resume."
                 ) from error
+            if isinstance(error, ScratchError):
+                raise ScratchError(
+                    f"step {run.step + 1} failed: {error} {run.saver.what_is_kept()} Continue with --resume."
+                ) from error
             if not _is_out_of_memory(error):
                 raise
             raise CapacityError(
@@ -169,8 +174,12 @@ class _Loop:
             run.step += 1
             n_tokens = run.inputs.ranks.n_readers * sum(batch.tokens.numel() for batch in batches)
             run.tokens += n_tokens
+            run.scratch_steps += 1
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
+                run.scratch_steps = 0  # the first step of a new run has no state to read
+                for file in run.scratch:
+                    file.read_bytes = file.written_bytes = 0
             rate, sent_bytes = settings.learning_rate * factor, SENT.total() - sent_before
             record = self._record(result, rate, n_tokens, sent_bytes, step_time_s, parts, first_step)
             line = plain(record) | times.after_step(step_time_s, record.warm_up)
@@ -297,7 +306,7 @@ class _Loop:
         run = self.run
         try:
             path = run.inputs.ranks.led(lambda: save(run), Phase.SAVING)
-        except CheckpointError as error:
+        except (CheckpointError, ScratchError) as error:
             failed = TwostrokeError(f"stopped at step {run.step}, but {error} {run.saver.what_is_kept()}")
             raise run.inputs.ranks.told(failed) from error
         stopped = Interrupted(

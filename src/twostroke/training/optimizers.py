@@ -19,9 +19,11 @@ from twostroke.core.train_settings import TrainSettings, with_default_rates
 from twostroke.training.ema import WeightAverage
 from twostroke.training.lamb import Lamb
 from twostroke.training.loss_scale import DynamicLossScale
+from twostroke.training.offloaded_state import OffloadedUpdates, StateInTurn
 from twostroke.training.owned_matrices import OwnedMatrices
 from twostroke.training.precision import MasterWeights
 from twostroke.training.ranked_masters import DividedMasters, SummedMasters
+from twostroke.training.scratch import ScratchFile
 from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 
 MUON_MOMENTUM = 0.95
@@ -135,16 +137,23 @@ def _of_whole(settings: TrainSettings, name: str, leaves: list[Tensor]) -> torch
     return _optimizer(settings, [{"params": leaves, "weight_decay": decay}])
 
 
+def _takes_whole_tensors(optimizer: Any) -> bool:
+    """Whether an update depends on a matrix as a whole, so that it cannot be made a piece at a time."""
+    return isinstance(optimizer, torch.optim.Muon | Lamb)
+
+
 class Optimizers:
     """The optimizers of one run, with its loss scale and running average. ``step`` reads the masters' gradients and changes the
     masters in place.
 
     Weight decay is decoupled in AdamW and Muon, w ← w − η·λ·w, and a part of the direction in LAMB; in Adam and SGD it is added
-    to the gradient, g + λ·w (L2).
+    to the gradient, g + λ·w (L2). With ``scratch`` the state of parameters lies in that file between steps.
     Each is held against its formulas in float64 in ``tests/training/test_update_formulas.py``.
     """
 
-    def __init__(self, masters: MasterWeights, spec: ModelSpec, settings: TrainSettings) -> None:
+    def __init__(
+        self, masters: MasterWeights, spec: ModelSpec, settings: TrainSettings, scratch: ScratchFile | None = None
+    ) -> None:
         settings = with_default_rates(settings, "pretrain")
         self.parts: list[Part] = []
         muon: list[Tensor] = []
@@ -187,14 +196,25 @@ class Optimizers:
         self._base_rates = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         self._rounded: list[RoundedUpdates] = []
         self._updates = 0
+        keys: dict[int, str] = {}
         if masters.stored == torch.bfloat16:
             device = self.parts[0].tensor.device
-            noise, keys = Noise(device), {id(part.tensor): part.key for part in self.parts}
+            noise = Noise(device)
+            keys.update({id(part.tensor): part.key for part in self.parts})
             for optimizer in self._optimizers:
                 matrix = torch.zeros(1, 1, device=device)
-                whole = isinstance(optimizer, (torch.optim.Muon, Lamb))
                 make = _muon if isinstance(optimizer, torch.optim.Muon) else _optimizer
-                self._rounded.append(RoundedUpdates(optimizer, make(settings, [matrix]), whole, noise, keys))
+                worker = make(settings, [matrix])
+                whole = _takes_whole_tensors(optimizer)
+                self._rounded.append(RoundedUpdates(optimizer, worker, whole, noise, keys))
+        self._scratch, self._offloaded = scratch, list[OffloadedUpdates]()
+        if scratch is not None:
+            row = OPTIMIZERS[settings.optimizer]
+            for optimizer, updates in zip(self._optimizers, self._rounded or self._optimizers, strict=True):
+                n_moments = row.matrix_moments if isinstance(optimizer, torch.optim.Muon) else row.moments
+                whole = _takes_whole_tensors(optimizer)
+                self._offloaded.append(OffloadedUpdates(optimizer, updates.step, whole, n_moments, scratch))
+                keys |= {id(leaf): keys[id(t)] for t, leaf in self._offloaded[-1].first_leaves() if id(t) in keys}
         self.loss_scale = DynamicLossScale() if masters.dtype == torch.float16 else None
         self.average = WeightAverage(masters.weights, settings.ema_decay) if settings.ema_decay else None
         self._masters, self._has_begun = masters, False
@@ -208,11 +228,10 @@ class Optimizers:
                 group["lr"] = rate * learning_rate_factor
         if self._rounded:
             self._updates += 1
-            for updates in self._rounded:
-                updates.step(self._updates)
-        else:
-            for optimizer in self._optimizers:
-                optimizer.step()
+            for rounded in self._rounded:
+                rounded.begin(self._updates)
+        for updates in self._offloaded or self._rounded or self._optimizers:
+            updates.step()
         if self.average is not None:
             self.average.update()
         if not self._has_begun:
@@ -220,6 +239,8 @@ class Optimizers:
             self._masters.saw_state(self.state())
 
     def _state_of(self, tensor: Tensor) -> dict[str, Tensor]:
+        if self._offloaded:
+            return next(updates.state_of(tensor) for updates in self._offloaded if tensor in updates)
         found: dict[str, Any] = next((o.state[tensor] for o in self._of_torch if tensor in o.state), {})
         return {name: value for name, value in found.items() if value is not None}
 
@@ -246,7 +267,8 @@ class Optimizers:
         named = {f"{owner}{SEPARATOR}{name}": value for owner, values in shared.items() for name, value in values.items()}
         own: dict[str, Any] = self._own_state()
         whole = {} if self._owned is None else self._owned.state(self._has_begun)
-        return own | whole | named
+        found = own | whole | named
+        return found if self._scratch is None else StateInTurn(found, self._scratch)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` returned. Raises CorruptFileError if it is of other parameters or another optimizer."""
@@ -277,13 +299,14 @@ class Optimizers:
             self._updates = int((shared[ROUNDING] or {})["updates"])
         if self._owned is not None:
             self._owned.load_state(by_owner)
-        optimizer_of = {id(t): o for o in self._of_torch for group in o.param_groups for t in group["params"]}
-        for part in self.parts:
-            if part.key in by_owner:
+        given = {part.tensor: by_owner[part.key] for part in self.parts if part.key in by_owner}
+        for updates in self._offloaded:
+            updates.load_state({tensor: state for tensor, state in given.items() if tensor in updates})
+        for optimizer in self._of_torch if not self._offloaded else ():
+            optimizer.state.clear()
+            for tensor in [t for group in optimizer.param_groups for t in group["params"] if t in given]:
                 # Copied, because the given tensors may be mapped from a file that is deleted later.
-                optimizer_of[id(part.tensor)].state[part.tensor] = {
-                    name: value.to(part.tensor.device, copy=True) for name, value in by_owner[part.key].items()
-                }
+                optimizer.state[tensor] = {name: value.to(tensor.device, copy=True) for name, value in given[tensor].items()}
         self._has_begun = bool(by_owner)
         self._masters.saw_state(self.state())
 
@@ -293,7 +316,9 @@ class Optimizers:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the parameters' state and of the running average."""
+        """Bytes in memory of the parameters' state and of the running average."""
         average = self.average.bytes if self.average is not None else 0
         whole = self._owned.state_bytes if self._owned is not None else 0
+        if self._offloaded:
+            return average + sum(updates.buffer_bytes for updates in self._offloaded)
         return average + whole + sum(t.numel() * t.element_size() for t in self._own_state().values())

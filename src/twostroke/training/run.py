@@ -26,6 +26,7 @@ from twostroke.training.precision import MasterWeights
 from twostroke.training.ranks import ALONE, Part, Ranks
 from twostroke.training.run_directory import Resolved, RunDirectory, StepLog
 from twostroke.training.saver import CheckpointSaver
+from twostroke.training.scratch import ScratchFile
 from twostroke.training.step import StepResult, TrainStep
 from twostroke.training.whole import Whole
 
@@ -82,6 +83,8 @@ class RunState:
     anomalies: AnomalyLog
     saver: CheckpointSaver
     train_step: TrainStep
+    scratch: tuple[ScratchFile, ...] = ()
+    scratch_steps: int = 0  # whose bytes they have counted
     step: int = 0
     tokens: int = 0
     notes: list[str] = field(default_factory=list)

@@ -40,6 +40,8 @@ CHANGEABLE = (
     "train.keep_checkpoints",
     "train.keep_every",
     "train.checkpoint_in_background",
+    "train.offload_optimizer",
+    "train.offload_activations",
     "train.evaluate_every",
     "train.diagnostics_every",
     "train.tensorboard",

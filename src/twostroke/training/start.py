@@ -42,6 +42,7 @@ from twostroke.training.ranks import ALONE, Ranks
 from twostroke.training.resolve import resolve_spec, resolve_steps, spec_to_lay_out, with_own_tokenizer
 from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
+from twostroke.training.scratch import check_offload
 from twostroke.training.tensorboard import require_tensorboard
 
 Log = Callable[[str], None]
@@ -160,6 +161,7 @@ def _start(
         require_tensorboard()
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
+    check_offload(recipe.train, pick_device().type)
     hardware, why_not = _hardware_of(pick_device())
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)

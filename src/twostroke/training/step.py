@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from twostroke.training.early_exit import EarlyExit
 from twostroke.training.experts import ExpertBalance
 from twostroke.training.loss import IGNORE_INDEX, ChunkFunction, chunk_loss, chunked_cross_entropy, shared_cross_entropy
 from twostroke.training.memory import saved_activations_bytes
+from twostroke.training.offloaded_activations import OffloadedActivations
 from twostroke.training.optimizers import Optimizers
 from twostroke.training.parallelize import compile_blocks, undo_compile, why_not_compile
 from twostroke.training.precision import MasterWeights
@@ -83,8 +85,9 @@ class TrainStep:
         experts: ExpertBalance | None = None,
         early_exit: EarlyExit | None = None,
         chunk: ChunkFunction = chunk_loss,
+        offloaded: OffloadedActivations | None = None,
     ) -> None:
-        self.experts, self.early_exit = experts, early_exit
+        self.experts, self.early_exit, self.offloaded = experts, early_exit, offloaded
         self.decoder, self.masters, self.optimizers, self.clip_norm = decoder, masters, optimizers, clip_norm
         self.device = next(decoder.parameters()).device
         self._log = log
@@ -229,7 +232,8 @@ class TrainStep:
         if self.early_exit is not None:
             self.early_exit.outputs.clear()
         batch = batch.to(self.device, non_blocking=True)
-        hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
+        with contextlib.nullcontext() if self.offloaded is None else self.offloaded.of_a_pass():
+            hidden = self.decoder.hidden(batch.tokens, batch.positions, batch.documents).flatten(0, 1)  # (B·T, E)
         lap("forward")
         return self._loss_of(hidden, batch.targets.flatten(), lap)
 
@@ -246,8 +250,12 @@ class TrainStep:
         return shared_cross_entropy([hidden, *earlier], self.early_exit.shares, head, targets, rows, self._chunk, lap, cap)
 
     def activations_bytes(self, batch: Batch) -> int:
-        """Bytes that the forward pass of a part of ``batch`` keeps for its backward pass. Only the random state changes."""
+        """Bytes in memory that the forward pass of a part of ``batch`` keeps for its backward pass; of what waits on disk an
+        average layer's, which backward has in memory at once. Only the random state changes."""
         batch = self._parts(batch)[0]
         own = (*self.decoder.parameters(), *self.decoder.buffers())
         with cached_bytes() as cached:
-            return saved_activations_bytes(lambda: self._loss(batch, lambda part: None)[0], own) + cached()
+            kept = saved_activations_bytes(lambda: self._loss(batch, lambda part: None)[0], own) + cached()
+        if self.offloaded is None:
+            return kept
+        return kept + self.offloaded.in_memory_bytes + self.offloaded.on_disk_bytes // self.decoder.spec.n_layers

@@ -76,15 +76,20 @@ class RoundedUpdates:
         noise: Noise,
         keys: Mapping[int, str],
     ) -> None:
-        """``keys`` are the parameters' by their ``id``."""
+        """``keys`` are the parameters' by their ``id``. One without a key goes on where the one before it ended."""
         self._optimizer, self._worker, self._whole, self._noise, self._keys = optimizer, worker, whole, noise, keys
+        self._number = 0
+
+    def begin(self, update: int) -> None:
+        """The next steps are of update ``update`` of the run."""
+        self._number = update
 
     @torch.no_grad()
-    def step(self, update: int) -> None:
-        """One step, number ``update`` of the run."""
+    def step(self) -> None:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                self._noise.begin(update, self._keys[id(parameter)])
+                if (key := self._keys.get(id(parameter))) is not None:
+                    self._noise.begin(self._number, key)
                 self._update(parameter, {name: value for name, value in group.items() if name != "params"})
 
     def _update(self, parameter: Tensor, settings: dict[str, object]) -> None:

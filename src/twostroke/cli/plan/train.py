@@ -75,8 +75,12 @@ def train(
     ),
     logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
     optimizer_in_backward: bool = typer.Option(False, help="Each gradient is used and freed as soon as it is there."),
-    offload_activations: bool = typer.Option(False, help="What layers keep for backward waits in the host's memory."),
-    offload_optimizer: bool = typer.Option(False, help="The optimizer's state stays in the host's memory, updated there."),
+    offload_activations: str = typer.Option(
+        "none", help="Where what layers keep for backward waits: none, cpu (the host's memory) or disk."
+    ),
+    offload_optimizer: str = typer.Option(
+        "none", help="Where the optimizer's state stays: none, cpu (the host's memory, updated there) or disk."
+    ),
     gradient_bits: int = typer.Option(0, help="Bits in which a gradient is sent, as 8; without it, as it is held."),
     data: int = typer.Option(1, "--dp", "--data-parallel", help="Ranks that each read their own part of the batch."),
     zero: int = typer.Option(

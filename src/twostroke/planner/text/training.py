@@ -117,6 +117,7 @@ def how_text(plan: TrainingPlan) -> str:
         f"work      {format_count(plan.flops_per_token)} FLOP and {format_bytes(plan.bytes_per_token)} moved a token",
         f"disk      checkpoint {format_bytes(plan.checkpoint_bytes)}, model {format_bytes(plan.model_bytes)}",
         network,
+        *offload_lines(plan),
         *resilience_lines(plan),
     ]
     return "\n".join(
@@ -145,6 +146,9 @@ def shape_lines(plan: TrainingPlan) -> list[str]:
                      f"{plan.trained_parameters:,} parameters trained")  # fmt: skip
     if shape.checkpointing != "none":
         parts.append(f"{shape.checkpointing} checkpointing")
+    for what, place in (("activations", shape.offload_activations), ("optimizer", shape.offload_optimizer)):
+        if place != "none":
+            parts.append(f"{what} on disk" if place == "disk" else f"{what} in host memory")
     if shape.logits != "chunked":
         parts.append("whole logits")
     if layout.n_devices > 1:
@@ -184,6 +188,17 @@ def link_line(plan: TrainingPlan) -> str:
         reached = f", {100 * share:.0f}% of it reached (assumed)" if share < 1 else ""
         found.append(f"{where} {link.bytes_per_s / 1e9:,.4g} GB/s ({link.kind}{reached})")
     return f"links     {'; '.join(found)}"
+
+
+def offload_lines(plan: TrainingPlan) -> list[str]:
+    """What scratch files save and take."""
+    found = plan.offload
+    if found is None:
+        return []
+    return [
+        f"offload   {format_bytes(found.saved_bytes)} of memory saved; {format_bytes(found.moved_bytes)} written to a scratch "
+        f"file of {format_bytes(found.file_bytes)} and read a step, which adds {format_seconds(found.added_s)}"
+    ]
 
 
 def resilience_lines(plan: TrainingPlan) -> list[str]:

@@ -1,9 +1,11 @@
-"""What training keeps in the host's memory: bytes that cross the slot, and the seconds of them that nothing hides."""
+"""What training keeps in the host's memory or in a scratch file: the bytes that move, and their seconds that nothing hides."""
 
 from __future__ import annotations
 
 from twostroke.core.named import largest, letter, smallest
-from twostroke.planner.hardware.device import ASSUMED_LINK_EFFICIENCY
+from twostroke.core.optimizers import OPTIMIZERS
+from twostroke.core.policy import OFFLOAD_BLOCK
+from twostroke.planner.hardware.device import ASSUMED_LINK_EFFICIENCY, Hardware
 from twostroke.planner.training.memory import PRECISIONS
 from twostroke.planner.training.shape import TrainingShape
 
@@ -25,6 +27,38 @@ LAYERS_ON_DEVICE = 6
 def kept_on_device(activations: float, n_layers: float) -> float:
     """Of ``activations`` bytes, those that stay when layers hand theirs to the host."""
     return activations * smallest(1.0, LAYERS_ON_DEVICE / n_layers)
+
+
+BLOCKS_IN_MEMORY = 2
+"""Blocks of the state of an optimizer on disk: one is updated while the other is written and read (``offloaded_state``)."""
+
+
+def state_in_memory_bytes(
+    n_parameters: float, n_matrix: float, largest_matrix: float, largest_table: float, optimizer: str, state: float
+) -> float:
+    """Bytes of an optimizer on disk that are in memory: two blocks of ``OFFLOAD_BLOCK`` parameters, or of a whole matrix where
+    an update takes whole matrices, as LAMB does of embeddings too."""
+    row, block = OPTIMIZERS[optimizer], letter("block_parameters", float(OFFLOAD_BLOCK))
+
+    def blocks(n_updated: float, each: float, n_moments: int) -> float:
+        return smallest(BLOCKS_IN_MEMORY * smallest(each, n_updated), n_updated) * n_moments * state
+
+    if not row.by_matrix:
+        return blocks(n_parameters, block, row.moments)
+    each = largest(block, largest_matrix)
+    if row.matrix_moments == row.moments:
+        return blocks(n_parameters, largest(each, largest_table), row.moments)
+    return blocks(n_matrix, each, row.matrix_moments) + blocks(n_parameters - n_matrix, block, row.moments)
+
+
+def scratch_s(n_bytes: float, hidden_s: float, in_cache: bool, hardware: Hardware) -> float:
+    """Seconds that writing ``n_bytes`` to a scratch file and reading them adds: copies to the system's memory and back, and two
+    sums over them; the disk where it takes longer to write them than ``hidden_s`` of other work, and to read them where the
+    system's memory does not hold them until then (``in_cache``)."""
+    reading = letter("reading", hardware.disk_cached_read_bytes_per_s or hardware.disk_write_bytes_per_s)
+    disk_s = n_bytes / letter("writing", hardware.disk_write_bytes_per_s)
+    copied_s = 2 * n_bytes / reading + 2 * n_bytes / hardware.bandwidth(n_bytes)
+    return copied_s + largest(0.0, disk_s - hidden_s) + (0.0 if in_cache else disk_s)
 
 
 def activations_s(n_bytes: float, forward_s: float, backward_s: float) -> tuple[float, float]:

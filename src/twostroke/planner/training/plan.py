@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -24,13 +24,13 @@ from twostroke.planner.training.communication import Traffic, across_data, shown
 from twostroke.planner.training.datasheet_rates import peak_type
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import FP32, PRECISIONS, snapshot_bytes, state_bytes
-from twostroke.planner.training.offload import activations_s
+from twostroke.planner.training.offload import activations_s, scratch_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import (
     Stage,
+    offloaded_a_token,
     rank_shape,
     rank_state_bytes,
-    sent_to_host_bytes,
     stage_held,
     stages,
     training_memory,
@@ -89,10 +89,22 @@ class TrainingPrediction:
     checkpoint_bytes: Annotated[float, "bytes", "on disk"]
     model_bytes: Annotated[float, "bytes", "on disk"]
     checkpoint_wait_s: Annotated[float, "s", "of the run's steps for checkpoints before the last", LeftOut]
+    offload_read_bytes_per_step: Annotated[float, "bytes", "from scratch files", LeftOut]
+    offload_written_bytes_per_step: Annotated[float, "bytes", "to scratch files", LeftOut]
     startup_s: Annotated[float, "s", "before the first step"]
     train_time_s: Annotated[float, "s", "of the run; absent while its length is open", LeftOut]
     energy_kwh: Annotated[float, "kWh", "of the run, at the devices", LeftOut]
     cost_usd: Annotated[float, "$", "of the run", LeftOut]
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What scratch files change of a run."""
+
+    saved_bytes: Annotated[float, "bytes", "of memory at the peak"]
+    moved_bytes: Annotated[float, "bytes", "written to scratch files in a step, and as many read"]
+    file_bytes: Annotated[float, "bytes", "of the scratch files"]
+    added_s: Annotated[float, "s", "of a step"]
 
 
 class TrainingPasses:
@@ -111,7 +123,7 @@ class TrainingPlan:
     DOCUMENT = (
         "model shape layout hardware parameters trained_parameters planned_only prediction fits memory_bytes masters_bytes "
         "passes communication communication_s bubble_s tokens_per_step hfu wall_time_s flops_per_token bytes_per_token "
-        "network_bytes_per_step resilience cost notes"
+        "network_bytes_per_step offload resilience cost notes"
     )
 
     spec: Annotated[ModelSpec, "what is trained", As("model")]
@@ -138,6 +150,7 @@ class TrainingPlan:
     masters_bytes: Annotated[float, "bytes", "of the weights that are fp32 masters"] = 0.0
     trained_parameters: Annotated[int, "parameters that the optimizer updates"] = 0
     resilience: Annotated[Resilience | None, "checkpoints and failures"] = None
+    offload: Annotated[Offloaded | None, "scratch files"] = None
 
     @property
     def passes(self) -> Annotated[dict[str, tuple[Work, ...]], TrainingPasses, "time by component"]:
@@ -199,7 +212,10 @@ class TrainingPlan:
     ) -> Annotated[tuple[str, ...], "what of it `twostroke train` does not do; empty where it does all of it"]:
         """What of it ``twostroke train`` does not do, in words; empty where it does all of it."""
         shape, accelerator = self.shape, self.hardware.accelerator
-        return engines.not_trained(
+        on_disk: tuple[str, ...] = (f"offload to disk on {accelerator}",) if shape.uses_disk and accelerator is not None else ()
+        if shape.uses_disk and (self.layout.n_devices > self.layout.data or self.layout.zero):
+            on_disk += ("offload to disk by ranks that share a model",)
+        return on_disk + engines.not_trained(
             self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
             logits=shape.logits, devices=1 if self.layout.is_trained else self.layout.n_devices, accelerator=accelerator,
         ) + shape.planned_only  # fmt: skip
@@ -261,6 +277,14 @@ class TrainingPlan:
         return named("checkpoint_wait_s", seconds, "s", "copies of weights and optimizer in memory", section="storage")
 
     @property
+    def offload_read_bytes_per_step(self) -> float | None:
+        return None if self.offload is None else self.offload.moved_bytes
+
+    @property
+    def offload_written_bytes_per_step(self) -> float | None:
+        return None if self.offload is None else self.offload.moved_bytes
+
+    @property
     def wall_time_s(self) -> Annotated[float | None, "s", "of the run with failures; null while its length is open"]:
         """``train_time_s`` and what failures and checkpoints are expected to add; None while the length is open."""
         if self.train_time_s is None or self.resilience is None:
@@ -284,7 +308,7 @@ def step_traffic(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, time: StageTime
 ) -> tuple[Traffic, ...]:
     """Everything a rank of the slowest stage sends in a step."""
-    if layout.n_devices == 1 and not shape.offload_activations:
+    if layout.n_devices == 1 and shape.offload_activations != "cpu":
         return ()
     part, shape = stage_held(spec, shape, layout, time.stage), rank_shape(shape, layout)
     forward_s, backward_s = total_seconds(time.forward), total_seconds(time.backward)
@@ -301,13 +325,45 @@ def to_host(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage, forward_s: float, backward_s: float
 ) -> list[Traffic]:
     """Activations that wait in the host's memory, once out and once back each micro-batch."""
-    if not shape.offload_activations:
+    if shape.offload_activations != "cpu":
         return []
-    there = sent_to_host_bytes(spec, shape, hardware, layout, stage)
+    there = shape.tokens_per_pass * offloaded_a_token(spec, shape, hardware, layout, stage)
     n_micro, (seconds, exposed) = shape.grad_accumulation, activations_s(there, forward_s, backward_s)
     what, overlap = "activations to the host and back", "behind forward and backward"
     bursts, each = 2 * n_micro * stage.n_layers, there / max(stage.n_layers, 1)
     return [Traffic("host", what, 1, bursts, each, n_micro * there, n_micro * seconds, n_micro * exposed, overlap, "assumed")]
+
+
+def through_scratch_files(
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, time: StageTime, state: float,
+    memory: Mapping[str, float],
+) -> tuple[StageTime, Work | None, Offloaded]:  # fmt: skip
+    """``time`` with what activations on disk add to both passes, what ``state`` bytes on disk add to an update, and what that
+    is in all. ``memory`` is what the run holds beside."""
+    plain = replace(shape, offload_activations="none", offload_optimizer="none")
+    saved = sum(training_memory(spec, plain, hardware, layout).values()) - sum(memory.values())
+    ranked = rank_shape(shape, layout)
+    kept = ranked.tokens_per_pass * offloaded_a_token(spec, ranked, hardware, layout, time.stage)
+    state, kept = (
+        n_bytes if place == "disk" else 0.0
+        for n_bytes, place in ((state, shape.offload_optimizer), (kept, shape.offload_activations))
+    )
+    passes, micro_s = shape.grad_accumulation, total_seconds(time.forward) + total_seconds(time.backward)
+    file_bytes = state + kept * shape.tokens_at_once(hardware.kind, layout.n_devices) / shape.tokens_per_pass
+    in_cache = sum(memory.values()) + file_bytes <= hardware.memory_bytes
+    what = "copied to the system's memory and back, and summed twice; the disk where nothing hides it"
+    added_s, update = 0.0, None
+    if state:
+        added_s = scratch_s(state, passes * micro_s, in_cache, hardware)
+        update = Work.limited("disk", 0.0, 2 * state, 0.0, added_s).called("disk_update", what)
+    if kept:
+        pass_s = named("disk_pass_s", scratch_s(kept, micro_s, in_cache, hardware), "s", what)
+        half = Work.limited("disk", 0.0, kept, 0.0, pass_s / 2)
+        time = replace(time, forward=(*time.forward, half), backward=(*time.backward, half))
+        added_s += passes * pass_s
+    moved = state + letter("passes", passes) * kept
+    moved = named("offload_bytes", moved, "bytes", "written to scratch files in a step, and read", section="storage")
+    return time, update, Offloaded(saved, moved, file_bytes, added_s)
 
 
 def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tuple[Traffic, ...]) -> float:
@@ -335,12 +391,17 @@ def plan_training(
     parameters = count_parameters(spec)
     hardware.peak(peak_type(rate_dtype(shape, hardware)))
     time = stage_time(spec, shape, hardware, layout)
-    update = (update_work(spec, shape, hardware, layout),)
+    update: tuple[Work, ...] = (update_work(spec, shape, hardware, layout),)
     traffic = step_traffic(spec, shape, hardware, layout, time)
     moved = shape.grad_accumulation * sum(w.bytes for w in (*time.forward, *time.backward)) + update[0].bytes
     trained = parameters.total if shape.method == "full" else adapter_parameters(spec, shape.lora_rank, shape.lora_targets)
     n_matrix = parameters.block_matrices if shape.method == "full" else trained
     state = state_bytes(trained, n_matrix, shape.optimizer, inputs(PRECISIONS[shape.dtype]).state)
+    memory = training_memory(spec, shape, hardware, layout)
+    offload = None
+    if shape.uses_disk:
+        time, disk, offload = through_scratch_files(spec, shape, hardware, layout, time, state, memory)
+        update += () if disk is None else (disk,)
     stored = snapshot_bytes(shape.dtype, trained, state) + (FP32 * trained if shape.average else 0.0)
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
@@ -359,7 +420,7 @@ def plan_training(
         shape=shape,
         hardware=hardware,
         parameters=parameters,
-        memory_bytes=training_memory(spec, shape, hardware, layout),
+        memory_bytes=memory,
         forward=forward,
         backward=backward,
         optimizer=update,
@@ -385,6 +446,7 @@ def plan_training(
         resilience=resilience(
             stored, hardware.disk_write_bytes_per_s * n_nodes(layout, hardware), layout.n_devices, mtbf_device_hours
         ),
+        offload=offload,
     )
     if plan.train_time_s is not None:
         spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s

@@ -31,6 +31,7 @@ GRADIENT_BITS = (0, 1, 4, 8, 16)
 """1-bit Adam (arXiv 2102.02888), ZeRO++ and SDP4Bit (arXiv 2306.10209, 2410.15526), fp8 and bf16 reductions."""
 
 LOGITS = ("chunked", "whole")
+OFFLOADS = ("none", "cpu", "disk")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class TrainingShape:
     checkpointing: Annotated[str, "what backward computes again: none, selective, selective_op or full"] = "none"
     logits: Annotated[str, "how the loss takes them: chunked or whole"] = "chunked"
     optimizer_in_backward: Annotated[bool, "each gradient is used and freed as soon as it is there"] = False
-    offload_activations: Annotated[bool, "what layers keep for backward waits in the host's memory"] = False
-    offload_optimizer: Annotated[bool, "masters and moments stay in the host's memory, whose processor updates them"] = False
+    offload_activations: Annotated[str, "where what layers keep for backward waits: none, cpu (host memory) or disk"] = "none"
+    offload_optimizer: Annotated[
+        str, "none; cpu: masters and moments in host memory, updated there; disk: moments in a scratch file"
+    ] = "none"
     gradient_bits: Annotated[int, "bits in which a gradient is sent to other ranks; 0: as it is held"] = 0
     compress: Annotated[str, "how gradients are sent to other replicas: none, bf16, fp16, int8, int4 or powersgd"] = "none"
     compress_rank: Annotated[int, "rank of PowerSGD's factors"] = 4
@@ -74,6 +77,8 @@ class TrainingShape:
             ("method", METHODS, "a way to train"),
             ("checkpointing", CHECKPOINTING, "a checkpointing policy"),
             ("logits", LOGITS, "a way to hold logits"),
+            ("offload_activations", OFFLOADS, "a place for activations"),
+            ("offload_optimizer", OFFLOADS, "a place for the optimizer's state"),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not {kind}. Use one of {', '.join(choices)}.")
@@ -95,11 +100,16 @@ class TrainingShape:
         """Options of it that our trainer does not have, in words."""
         options = {
             "the optimizer in backward": self.optimizer_in_backward,
-            "activations in host memory": self.offload_activations,
-            "the optimizer in host memory": self.offload_optimizer,
+            "activations in host memory": self.offload_activations == "cpu",
+            "the optimizer in host memory": self.offload_optimizer == "cpu",
             f"gradients sent in {self.gradient_bits} bits": bool(self.gradient_bits),
         }
         return tuple(name for name, asked in options.items() if asked)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything lies in a scratch file while it trains."""
+        return "disk" in (self.offload_activations, self.offload_optimizer)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -150,6 +160,8 @@ class TrainingShape:
             checkpoint_every=settings.checkpoint_every,
             average=settings.ema_decay > 0,
             checkpointing=settings.activation_checkpointing,
+            offload_activations=settings.offload_activations,
+            offload_optimizer=settings.offload_optimizer,
             exit_losses=settings.exits_per_step if settings.exit_loss > 0 else 0,
         )
 

@@ -34,7 +34,7 @@ from twostroke.planner.training.memory import (
     snapshot_bytes,
     state_bytes,
 )
-from twostroke.planner.training.offload import kept_on_device
+from twostroke.planner.training.offload import kept_on_device, state_in_memory_bytes
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.work.params import check_targets, count_parameters, targeted
 
@@ -163,7 +163,7 @@ def _layers_here(n_layers: float) -> float:
 class Held:
     """Parameters of one stage on one rank before ZeRO divides them. ``trained`` and ``frozen_bytes`` are alike on every data
     rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the trained parameters of its largest layer, ``ends``
-    those of the head."""
+    those of the head, ``matrix`` those of its largest matrix."""
 
     trained: float
     trained_experts: float
@@ -176,6 +176,7 @@ class Held:
     head_bytes: float
     embedding_bytes: float
     ends: float
+    matrix: float
 
     def trained_of(self, ranks: tuple[int, int]) -> float:
         """Trained parameters of one rank where ``ranks`` share them (``Layout.shared_by``)."""
@@ -237,6 +238,9 @@ def held(
         head_bytes=working * head_matrix(spec).weights / tensor,
         embedding_bytes=working * (counts.embedding + counts.head) / tensor,
         ends=head_matrix(spec).weights / tensor if method == "full" else 0.0,
+        matrix=max(p.product.weights / len(p.product.parts) for layer in layers for p in layer.products)
+        if method == "full"
+        else 0.0,
     )
 
 
@@ -319,6 +323,10 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
     optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
     optimizer += state_bytes(part.trained_experts, part.expert_matrices, shape.optimizer, precision.state) / state_ranks[1]
+    if shape.offload_optimizer == "disk":
+        updated, matrices = part.trained + part.trained_experts, part.matrices + part.expert_matrices
+        largest_ones = part.matrix, part.ends
+        optimizer = state_in_memory_bytes(updated, matrices, *largest_ones, shape.optimizer, precision.state)
     if shape.average:
         optimizer += FP32 * (part.trained + part.trained_experts)
     if shape.outer_every:
@@ -328,7 +336,7 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     gradients = gradient * part.trained_of(gradient_ranks)
     if shape.optimizer_in_backward:
         gradients = smallest(gradients, gradient * largest(part.layer, part.ends))
-    if shape.offload_optimizer:
+    if shape.offload_optimizer == "cpu":
         masters = optimizer = 0.0
     masters = named("masters_bytes", masters, "bytes", "fp32 masters; ZeRO, arXiv 1910.02054, section 3, divides them")
     return {
@@ -369,8 +377,11 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     state = rank_state_bytes(shape, layout, part)
     tokens = shape.tokens_at_once(hardware.kind, layout.n_devices)
     activations, recomputed = _stage_activations(spec, shape, layout, stage, policy, tokens)
-    if shape.offload_activations and stage.n_layers:
+    if shape.offload_activations == "cpu" and stage.n_layers:
         activations = kept_on_device(activations, stage.n_layers)
+    if shape.offload_activations == "disk":
+        there = tokens * offloaded_a_token(spec, shape, hardware, layout, stage)
+        activations += there / (stage.n_layers or 1.0) - there  # backward has those of one layer in memory
     loss = loss_bytes(spec, tokens, shape.logits, policy) / layout.tensor if stage.last else 0.0
     beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
@@ -446,10 +457,14 @@ def _at_peak(
     return terms | {"loss": loss, "gradients": _term("gradients", gradients)}
 
 
-def sent_to_host_bytes(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> float:
-    """Bytes of one micro-batch's activations on a stage that wait in the host's memory."""
+def offloaded_a_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> float:
+    """Bytes of a token's activations on a stage that wait in the host's memory, or on its disk, where the final norm's are
+    too."""
     policy = activation_policy(spec, shape, hardware, layout)
-    return shape.tokens_per_pass * stage.n_layers * _kept_per_token(spec, policy)[0]
+    kept = stage.n_layers * _kept_per_token(spec, policy)[0]
+    if shape.offload_activations == "disk" and stage.last:
+        kept += read_out_bytes(spec, policy) - policy.w * spec.d_model  # without the gradient that the loss computes ahead
+    return kept
 
 
 def _stage_activations(

@@ -130,7 +130,7 @@ def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     work = work.stretched(_slowdown(shape, hardware))
     part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
     updated = part.trained_of(layout.shared_by(1))
-    if shape.offload_optimizer:
+    if shape.offload_optimizer == "cpu":
         return replace(work, seconds=update_s(shape, updated))
     if shape.optimizer == "muon" or is_rounded(shape, hardware):
         return work

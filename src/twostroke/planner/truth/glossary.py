@@ -44,6 +44,7 @@ GLOSSARY: dict[str, str] = {
     "state": "bytes of one element of the optimizer's state",
     "gradient": "bytes of gradient a trained parameter takes",
     "α": "seconds a message takes before its first byte; of speculation, the share accepted",
+    "block_parameters": "parameters of a block of optimizer state on disk",
     "beside": "bytes of gradient that backward leaves beside the fp32 one",
     "tail": "outputs that would take as long as a product's last, half-filled wave of tiles",
     "slows": "share of its time by which a hidden collective delays products",
