@@ -34,7 +34,7 @@ def test_layouts_add_in_one_order(micro: int, data: int, shard: int, dtype: torc
     leaves = [(torch.randn(7) * 10 ** float(torch.randn(()))).to(dtype) for _ in range(n)]
     ranks = [Ranks(rank, 2 ** (data + shard)) for rank in range(2 ** (data + shard))]
     for rank in ranks:
-        rank.layout = ParallelRecipe(2**data, 2**shard)
+        rank.layout = ParallelRecipe(data=2**data, shard=2**shard)
     replicas = []
     for replica in range(2**data):
         members = [rank.micro_batches(n) for rank in ranks if rank.replica == replica]
