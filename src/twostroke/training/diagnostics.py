@@ -16,7 +16,7 @@ from twostroke.training.measurement import rounded
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import eager
 from twostroke.training.progress import Phase
-from twostroke.training.stages import layers_of
+from twostroke.training.stages import layers_of_stage
 from twostroke.training.step import part_of
 
 if TYPE_CHECKING:
@@ -160,12 +160,11 @@ class Diagnostics(Observer):
 
     def _activations(self, run: RunState, batch: Batch) -> dict[str, list[float]]:
         """Those of all layers, of which each stage has its own, over the micro-batch with the highest number."""
-        by_rank, layout = _by_rank(run, activation_statistics(run.decoder, batch)), run.inputs.ranks.layout
+        by_rank, ranks = _by_rank(run, activation_statistics(run.decoder, batch)), run.inputs.ranks
         run.masters.drop_gathered()
-        stages = by_rank[-layout.together :: layout.context * layout.tensor]
-        n_chunks, n_layers = layout.pipeline * layout.interleave, run.inputs.spec.n_layers
-        of_stages = [range(stage, n_chunks, layout.pipeline) for stage in range(layout.pipeline)]
-        layers = [layer for chunks in of_stages for chunk in chunks for layer in layers_of(chunk, n_chunks, n_layers)]
+        stages = by_rank[-ranks.layout.together :: ranks.size("context", "tensor")]
+        of_stages = [layers_of_stage(stage, run.inputs.spec.n_layers, ranks) for stage in range(ranks.size("pipeline"))]
+        layers = [layer for chunks in of_stages for chunk in chunks for layer in chunk]
         found: dict[str, list[float]] = {}
         for name in stages[0]:
             values = [value for stage in stages for value in stage[name]]

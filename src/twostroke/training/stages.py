@@ -37,15 +37,25 @@ def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
 
 
 def own_chunks(ranks: Ranks) -> range:
-    """The numbers of the chunks of this rank's stage. Chunk c is on stage c modulo their number."""
-    n_stages = ranks.size("pipeline")
-    return range(ranks.at("pipeline"), n_stages * ranks.layout.interleave, n_stages)
+    """The numbers of the chunks of this rank's stage."""
+    return _chunks_of(ranks.at("pipeline"), ranks)
 
 
 def own_layers(decoder: Decoder, ranks: Ranks) -> list[range]:
     """The layers of each chunk of this rank's stage."""
+    return layers_of_stage(ranks.at("pipeline"), decoder.spec.n_layers, ranks)
+
+
+def layers_of_stage(stage: int, n_layers: int, ranks: Ranks) -> list[range]:
+    """The layers of each chunk of ``stage``, of ``n_layers`` in all."""
     n_chunks = ranks.size("pipeline") * ranks.layout.interleave
-    return [layers_of(chunk, n_chunks, decoder.spec.n_layers) for chunk in own_chunks(ranks)]
+    return [layers_of(chunk, n_chunks, n_layers) for chunk in _chunks_of(stage, ranks)]
+
+
+def _chunks_of(stage: int, ranks: Ranks) -> range:
+    """Chunk c is on stage c modulo their number."""
+    n_stages = ranks.size("pipeline")
+    return range(stage, n_stages * ranks.layout.interleave, n_stages)
 
 
 def chunk_with(name: str, decoder: Decoder, ranks: Ranks) -> int:

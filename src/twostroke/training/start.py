@@ -163,10 +163,11 @@ def _start(
     resolved = directory.open(recipe, resume)
     check_offload(recipe.train, pick_device().type)
     hardware, why_not = _hardware_of(pick_device())
+    share_cores = ranks.sharing(pick_device()) > 1
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)
         prepared = _same_data(recipe, resolved, data_progress)
-        planned = Planned(_frozen_prediction(ledger, resolved.run_id), None if ranks.sharing(pick_device()) > 1 else hardware)
+        planned = Planned(_frozen_prediction(ledger, resolved.run_id), None if share_cores else hardware)
         entry = Recording(resolved.run_id, planned, log, ledger)
         return RunInputs(recipe, directory, resolved, prepared, entry, True, log, ranks)
     prepared, is_made = _prepare(recipe.data, data_progress)
@@ -175,7 +176,7 @@ def _start(
     check_layout(recipe, spec, ranks.layout)
     steps = resolve_steps(recipe, spec, hardware, ranks)
     planned = Planned()
-    if ranks.sharing(pick_device()) > 1:
+    if share_cores:
         log(
             f"no prediction and no MFU: a machine is calibrated for one process with all its cores, and {ranks.n} ranks share "
             "them."
