@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Training seconds of the demo.
 BUDGET_S ?= 300
 # Processes of `make test`.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 export TWOSTROKE_HOME ?= $(CURDIR)/runs/home
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 install := $(PYTHON) install/environment.py "$(VENV)" --lock "$(LOCK)"

@@ -27,7 +27,7 @@ QUALITY_RUNS = {
 CHECKPOINTS_RUN = "checkpoints/runs/2026-11-21-2-core-epyc-79aac01"
 PLANNER_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-42ade13"
 PLANNER_ZEN5_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-zen5-12d50fb"
-PUBLIC_RUN = "planner/public_tables/runs/2026-11-23-2-core-epyc-zen4-ea998ef"
+PUBLIC_RUN = "planner/public_tables/runs/2026-11-26-2-core-epyc-zen5-240fd38"
 
 TIE = 0.05
 """Ratios within 5% of one are called a tie: two processes of one build on one machine differ by more."""

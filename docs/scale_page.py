@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from twostroke.core.families import named_model
 from twostroke.core.units import format_bytes, format_count, format_money, format_seconds
 from twostroke.planner.hardware.tables import ASSUMED_DISK_WRITE_BYTES_PER_S, load_hardware
 from twostroke.planner.training.layout import Layout
 
-DEVICE, N_RANKS = "h100", 512
+MODEL, DEVICE, N_RANKS = "meta-llama/Llama-3.1-70B", "h100", 512
 
-RECIPE = """method = "full"
+RECIPE = f"""method = "full"
 output = "runs/70b"
 [model]
-init_from = "meta-llama/Llama-3.1-70B"
+init_from = "{MODEL}"
 [data]
 sources = ["text/*.jsonl"]
 [train]
@@ -208,7 +209,7 @@ def _plan(*words: str) -> dict[str, Any]:
 def _row(passes: str, options: tuple[str, ...]) -> str:
     """Of the table of layouts."""
     if passes:
-        model = ("meta-llama/Llama-3.1-70B", "--batch-size", "1", "--sequence-length", "8192", "--checkpointing", "full")
+        model = (MODEL, "--batch-size", "1", "--sequence-length", "8192", "--checkpointing", "full")
         plan = _plan(*model, "--steps", "10000", "--grad-accumulation", passes, *options)
         words = " ".join(options)
     else:
@@ -222,7 +223,7 @@ def _row(passes: str, options: tuple[str, ...]) -> str:
         *(format_bytes(sent) if sent else "–" for sent in by_ring.values()),
         format_seconds(plan["communication_s"] + plan["bubble_s"]),
         format_money(found["cost_usd"]),
-        "yes" if _layout(plan).is_trained else "planned only",
+        "yes" if _layout(plan).is_trained(named_model(MODEL).spec) else "planned only",
     ]
     return f"| {' | '.join(cells)} |"
 

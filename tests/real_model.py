@@ -36,6 +36,16 @@ def make_model(directory: Path, size: str = "tiny", vocab_size: int = 512, seed:
     return directory
 
 
+def spread_model(directory: Path, size: str, seed: int = 0) -> Path:
+    """The same with matrices four times as large as at the start of training: tokens differ in likelihood."""
+    from safetensors.torch import load_file, save_file
+
+    file = make_model(directory, size, seed=seed) / "model.safetensors"
+    weights = {k: v * 4 if v.ndim == 2 and "embed" not in k else v for k, v in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
 def greedy_reference(directory: Path, prompt_ids: list[int], n_tokens: int) -> tuple[list[int], list[float]]:
     """Greedy continuation and its log-probabilities by the training decoder, without a cache: slow and obvious."""
     import torch

@@ -33,9 +33,9 @@ SCHEMES = ("bf16", "int8", "int4")
 BLOCK_STEPS = 4
 
 
-def asked_engine(base: Path, scheme: str) -> EngineCore:
+def asked_engine(base: Path, scheme: str, n_threads: int) -> EngineCore:
     """An engine in which all requests decode."""
-    core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=2))
+    core = EngineCore(base, EngineSettings(dtype=scheme, max_model_len=1024, n_threads=n_threads))
     for i in range(N_REQUESTS):
         prompt = [(31 * i + 7 * j) % core.spec.vocab_size for j in range(100)]
         core.add_request(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
@@ -45,19 +45,20 @@ def asked_engine(base: Path, scheme: str) -> EngineCore:
 
 
 def median_step_s(core: EngineCore) -> float:
-    """Of a block of steps, after one that does not count."""
+    """Of a block of steps, after one that does not count. Of one thread its processor time."""
+    clock = time.thread_time if core.n_threads == 1 else time.perf_counter
     core.step()
     steps = []
     for _ in range(BLOCK_STEPS):
-        began = time.perf_counter()
+        began = clock()
         core.step()
-        steps.append(time.perf_counter() - began)
+        steps.append(clock() - began)
     return statistics.median(steps)
 
 
-def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, rounds: int) -> dict[str, Any]:
+def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, rounds: int, n_threads: int) -> dict[str, Any]:
     """Milliseconds of a step by mode, and how much longer than without an adapter, over ``rounds``."""
-    core = asked_engine(base, scheme)
+    core = asked_engine(base, scheme, n_threads)
     requests = [core.scheduler.requests[str(i)] for i in range(N_REQUESTS)]
     times: dict[str, list[float]] = {}
 
@@ -91,9 +92,9 @@ def cost_of_steps(base: Path, adapters: dict[str, list[Path]], scheme: str, roun
     }
 
 
-def cost_of_idle(base: Path, adapter: Path, scheme: str, rounds: int) -> dict[str, Any]:
+def cost_of_idle(base: Path, adapter: Path, scheme: str, rounds: int, n_threads: int) -> dict[str, Any]:
     """Steps without an adapter while one is loaded over those while none is: loaded and unloaded in turns."""
-    core = asked_engine(base, scheme)
+    core = asked_engine(base, scheme, n_threads)
     ratios = []
     for i in range(rounds):
         pair = {}
@@ -126,7 +127,7 @@ def cost_of_loading(base: Path, adapter: Path, repeats: int) -> dict[str, Any]:
 
 def summary(results: dict[str, Any]) -> str:
     lines = [
-        f"{results['machine']}, 2 threads, torch {results['torch']}, Twostroke {results['twostroke']}, "
+        f"{results['machine']}, threads: {results['threads']}, torch {results['torch']}, Twostroke {results['twostroke']}, "
         f"load {results['load_average_at_start']:.1f} at the start",
         "",
         f"A step of {N_REQUESTS} requests, adapters of rank {RANK}; beside them how much longer than without an adapter:",
@@ -158,9 +159,12 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "twostroke-adapters", help="kept models")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument(
+        "--threads", type=int, default=2, help="1: steps' processor time is taken, which busy machines disturb less"
+    )
     arguments = parser.parse_args()
     base = write_model(SHAPES["smollm-135m"], arguments.models / "smollm-135m")
-    schemes = arguments.schemes.split(",")
+    schemes, threads = arguments.schemes.split(","), arguments.threads
     with tempfile.TemporaryDirectory() as name:
         adapters = {
             of: [write_adapter(read_spec(base), base, targets, RANK, Path(name) / f"{of}-{i}", i) for i in range(N_ADAPTERS)]
@@ -171,10 +175,12 @@ def main() -> None:
             "machine": platform.processor() or platform.machine(),
             "torch": str(torch.__version__),
             "twostroke": code_version(),
+            "threads": threads,
             "load_average_at_start": os.getloadavg()[0],
-            "steps": {scheme: cost_of_steps(base, adapters, scheme, arguments.rounds) for scheme in schemes},
+            "steps": {scheme: cost_of_steps(base, adapters, scheme, arguments.rounds, threads) for scheme in schemes},
             "idle": {
-                scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds) for scheme in schemes
+                scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds, threads)
+                for scheme in schemes
             },
             "load": cost_of_loading(base, adapters["every matrix"][0], arguments.rounds),
         }

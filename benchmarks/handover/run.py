@@ -29,10 +29,11 @@ from twostroke.ledger.code_version import code_version
 from twostroke.planner.hardware.tables import ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S
 from twostroke.planner.serving.under_load import transfer_s
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.server.engine_client import EngineClient, TokenStream
+from twostroke.server.engine_client import EngineClient
 from twostroke.server.handover.settings import HandoverSettings
 from twostroke.server.launch import ServeSettings, launch_engine, shares
 from twostroke.server.prefill import DecodingEngine
+from twostroke.server.token_stream import TokenStream
 
 PROMPT, OUTPUT = 512, 64
 DRAWN = SamplingParams(temperature=0.8, seed=1, max_tokens=OUTPUT, ignore_eos=True)

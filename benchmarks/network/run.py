@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_processes import answers
 
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
@@ -111,21 +112,11 @@ def measured(folder: Path, way: str, linked_by: str | None) -> list[dict[str, fl
     """Of each step after the warm-up: bytes on the wire of the first rank (nan on loopback), counted bytes, and seconds."""
     recipe = folder / "way.json"
     recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way]}))
-    processes = []
-    for rank in range(RANKS):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": ADDRESSES[0] if linked_by else "127.0.0.1", "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home"),
-        }  # fmt: skip
-        inside = ["ip", "netns", "exec", NAMES[rank]] if linked_by else []
-        words = [*inside, sys.executable, __file__, "--as-rank", str(recipe)]
-        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
-    said = [process.communicate() for process in processes]
-    for process, (_, errors) in zip(processes, said, strict=True):
-        if process.returncode:
-            raise SystemExit(f"{way}: a rank ended with {process.returncode}:\n{errors[-2000:]}")
-    steps: list[dict[str, float]] = json.loads(said[0][0].splitlines()[-1])
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home")}
+    words = [sys.executable, __file__, "--as-rank", str(recipe)]
+    commands = [[*(["ip", "netns", "exec", name] if linked_by else []), *words] for name in NAMES]
+    said = answers(way, commands, PORT, more, ADDRESSES[0] if linked_by else "127.0.0.1")
+    steps: list[dict[str, float]] = json.loads(said[0].splitlines()[-1])
     return steps[WARM_UP:]
 
 
@@ -150,7 +141,7 @@ def as_rank(file: Path) -> None:
 def planned_bytes(recipe: TrainRecipe, spec: ModelSpec) -> float:
     """Bytes that a rank sends in a step; of any machine, because they do not depend on it."""
     shape = TrainingShape.from_recipe(recipe)
-    plan = plan_training(spec, shape, load_hardware("h100-sxm", "train"), layout_of(recipe.parallel))
+    plan = plan_training(spec, shape, load_hardware("h100-sxm", "train"), layout_of(recipe.parallel, spec))
     return sum(traffic.sent_bytes for traffic in plan.traffic)
 
 

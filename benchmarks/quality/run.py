@@ -9,6 +9,7 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,15 @@ def windows_of(model: Path, data: list[str], length: int, n: int) -> list[list[i
     return [[int(i) for i in ids[s : s + length]] for s in starts]
 
 
-def quantised(model: Path, folder: Path, text: list[str]) -> dict[str, dict[str, Any]]:
+def quantised(model: Path, folder: Path, text: list[str], candidates: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
     """Directories for the candidates that need one, fitted to what the run trained on, or to ``text``; what is told of each."""
+    needed = sorted({(c.made, c.max_kl) for c in candidates if c.made})
+    if not needed:
+        return {}
     decoder = load_model(model)
     batches = calibration_batches(model, decoder.spec, text)
     reports = {}
-    for name, max_kl in sorted({(c.made, c.max_kl) for c in CANDIDATES if c.made}):
+    for name, max_kl in needed:
         scheme = "int4-g64" if name == "int4-nearest" else name
         group = written_scheme(scheme).group
         assert group is not None
@@ -138,12 +142,14 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in the record; default: its folder's")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--only", default="", help="candidates with this in their name")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        made = quantised(model, folder, args.calibration)
+        candidates = [candidate for candidate in CANDIDATES if args.only in candidate.name]
+        made = quantised(model, folder, args.calibration, candidates)
         windows = windows_of(model, args.data, args.length, args.windows)
         common = {"token_budget": args.length, "max_model_len": args.length + 1 if args.data else args.length, "max_running": 1}
         windows = [ids[: common["max_model_len"] - 1] for ids in windows]
@@ -159,7 +165,7 @@ def main() -> None:
             )
         )
         rows = []
-        for candidate in CANDIDATES:
+        for candidate in candidates:
             rows.append(
                 score(
                     candidate,
@@ -195,7 +201,8 @@ def _command(args: argparse.Namespace) -> str:
     for option in ("data", "calibration"):
         if names := getattr(args, option):
             text += f" --{option} " + " ".join(Path(name).name for name in names)
-    return f"{text} --windows {args.windows} --length {args.length}"
+    only = f' --only "{args.only}"' if args.only else ""
+    return f"{text} --windows {args.windows} --length {args.length}{only}"
 
 
 def table(document: dict[str, Any]) -> str:
@@ -211,13 +218,14 @@ def table(document: dict[str, Any]) -> str:
         spread = f"{row['perplexity_ratio']:.5f} ({row['ratio_low']:.5f} to {row['ratio_high']:.5f})"
         verdict = "passes" if row["passes"] else "fails"
         lines.append(f"| {row['scheme']} | {spread} | {row['kl_nats']:.2e} | {row['limit']} | {verdict} |")
-    fitted = document["quantised"]["int4"]
-    lines += [
-        "",
-        f"`quantize --scheme int4` holds {fitted['n_int8_matrices']} of {fitted['n_matrices']} matrices in int8, "
-        f"{fitted['bytes'] / fitted['source_bytes']:.2f} of the bytes; took {fitted['seconds']:.0f} s; said KL "
-        f"{fitted['kl_nats']:.4f} and a ratio of {fitted['perplexity_ratio']:.4f} of its own judged text.",
-    ]
+    fitted = document["quantised"].get("int4")
+    if fitted is not None:
+        lines += [
+            "",
+            f"`quantize --scheme int4` holds {fitted['n_int8_matrices']} of {fitted['n_matrices']} matrices in int8, "
+            f"{fitted['bytes'] / fitted['source_bytes']:.2f} of the bytes; took {fitted['seconds']:.0f} s; said KL "
+            f"{fitted['kl_nats']:.4f} and a ratio of {fitted['perplexity_ratio']:.4f} of its own judged text.",
+        ]
     return "\n".join(lines) + "\n"
 
 

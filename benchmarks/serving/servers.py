@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def processor_line(machine: Mapping[str, Any]) -> str:
+    """What ``machine`` says, in words."""
+    kind = f"family {machine['cpu_family']} model {machine['cpu_model']}"
+    return f"{machine['cpu']}, {kind}, {machine['processors']} processors ({', '.join(machine['features'])})"
 
 
 def machine() -> dict[str, Any]:

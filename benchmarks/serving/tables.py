@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from servers import processor_line
+
 Rows = list[dict[str, Any]]
 AIMS = {
     "offline": "served ÷ offline at 16 and 32 clients: at least 0.90",
@@ -19,10 +21,8 @@ AIMS = {
 def write_summary(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "raw.jsonl").read_text(encoding="utf-8").splitlines()]
     versions = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
-    features = ", ".join(versions["features"])
     lines = [
-        f"{versions['cpu']}, family {versions['cpu_family']} model {versions['cpu_model']}, {versions['processors']} "
-        f"processors ({features}); Twostroke {versions['twostroke']}; {', '.join(versions['vllm']) or 'no vLLM'}; "
+        f"{processor_line(versions)}; Twostroke {versions['twostroke']}; {', '.join(versions['vllm']) or 'no vLLM'}; "
         f"{versions['llama.cpp']}; load {versions['load_average_at_start']:.1f} at the start. All measured; medians over "
         "rounds.",
     ]

@@ -72,9 +72,13 @@ def held_out_nats(model: Path, texts: list[Path]) -> float:
     return -statistics.fmean(scores)
 
 
+def texts_of(folder: Path) -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
+
+
 def speeds(model: Path, dtype: str, ways: list[str], folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Of each way but the first, which is off: ratios over the rounds, turn about, and how many drafts were right."""
-    texts = windows(folder, ".txt", LLM(model).tokenizer, PROMPT_TOKENS)
+    texts = windows(texts_of(folder), LLM(model).tokenizer, PROMPT_TOKENS)
     rows = []
     for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1}):
         params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)
@@ -123,7 +127,7 @@ def unchecked(model: Path, folder: Path, rounds: int) -> dict[str, Any] | None:
     if not (model / FITTED_EXITS).is_file():
         return None
     fitted = read_fitted_exits(model)
-    texts = windows(folder, ".txt", LLM(model).tokenizer, PROMPT_TOKENS)
+    texts = windows(texts_of(folder), LLM(model).tokenizer, PROMPT_TOKENS)
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0)
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     exits: dict[int, int] = {}

@@ -15,7 +15,8 @@ from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.serving.workload import Workload
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import SchedulerConfig
 
 PAGES = 90
 """So few that requests are preempted."""

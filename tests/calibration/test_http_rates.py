@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from machines import native
@@ -14,6 +16,8 @@ from twostroke.calibration.http_rates import (
     REQUESTS,
     SHORT_OUTPUT,
     _handling_s,
+    _late_shares,
+    _Load,
     _sharing,
 )
 from twostroke.core.rates import HttpRates
@@ -72,3 +76,11 @@ def test_a_crowd_s_steps_are_planned_as_long_as_measured_if_one_user_s_were_as_w
     step_s, answer_s, request_s = _sharing(-1e-5, 2e-4, 2e-4, most_s=1.0)
     assert (step_s, request_s) == (0.0, 0.0)
     assert CROWD * answer_s == pytest.approx(2e-4)
+
+
+def test_a_load_whose_tokens_came_all_at_once_says_nothing_of_late_ones() -> None:
+    paced = _Load(2e-3, 1e-4, 2e-4, 1e-4, itl_p90_s=1.5e-4, itl_p95_s=0.9e-4, itl_p99_s=3e-4, startup_s=1.0)
+    at_once = replace(paced, tpot_s=0.0, itl_p90_s=0.0)
+    assert _late_shares([paced, at_once, paced]) == pytest.approx((0.5, 0.0, 2.0))
+    assert _late_shares([at_once]) == (0.0, 0.0, 0.0)
+    assert _handling_s(5e-3, REQUEST_S, PREFILL_S, (0.0, 0.0)) > 0.0

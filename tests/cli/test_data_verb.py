@@ -99,7 +99,7 @@ def model(folder: Path, tmp_path: Path) -> Path:
     from twostroke.core.recipe import DataRecipe
     from twostroke.data.prepare import prepare
     from twostroke.model.decoder import Decoder
-    from twostroke.model.load import save_model
+    from twostroke.model.save import save_model
 
     prepared = prepare(DataRecipe(sources=(str(folder),), vocab_size=280), out=tmp_path / "prepared")
     spec = ModelSpec("llama", prepared.vocab_size, 1, 32, 4, 2, 8, 64, 32, tied_embeddings=True, eos_token_ids=(0,))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def test_facts_of_this_machine_are_read_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_s_version_is_the_one_that_torch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of PyPI's wheels the metadata leaves the CUDA release out, and profiles have it."""
+    file = tmp_path / "version.py"
+    file.write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    monkeypatch.setattr(reading.metadata, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(reading.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(tmp_path / "__init__.py")))
+    assert reading.torch_build() == ("2.13.0+cu130", "13.0")
+    file.write_text("cuda = None\n")
+    assert reading.torch_build() == ("2.13.0", "")
 
 
 def test_the_stored_profile_is_the_one_that_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from real_model import make_model
+from twostroke.cli.eval_verb import _planned
 from twostroke.cli.main import main
+from twostroke.core.families import read_spec
 from twostroke.ledger.store import Ledger
+from twostroke.planner.hardware import tables
+from twostroke.planner.hardware.tables import load_hardware
 from twostroke.quantization.convert import quantize_model
+from twostroke.training.ranks import Ranks
 
 MATCH = 'kind = "match"\nfile = "q.jsonl"\nprompt = "{q}"\ntarget = "{t}"\n'
 
@@ -122,6 +129,10 @@ def test_prompts_beyond_the_context_are_counted_and_said(
             ("--task", "{tmp}/own.toml", "--kv-dtype", "int8", "--engine", "decoder"),
             "--kv-dtype int8 is an option of the inference",
         ),
+        (
+            ("--task", "{tmp}/own.toml", "--layer-by-layer", "--engine", "inference"),
+            "--layer-by-layer is an option of the decoder",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(
@@ -141,3 +152,28 @@ def test_a_folder_that_is_no_model_and_an_empty_file_are_refused(
     code, _, err = run(capsys, str(model), "--task", str(own))
     assert (code, "holds no record" in err) == (2, True)
     assert Ledger().get("last").status == "failed"
+
+
+def test_a_model_that_does_not_fit_is_refused_and_scored_layer_by_layer(
+    model: Path, own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.evaluation.decoder_scorer.available_bytes", lambda: 1000)
+    code, _, err = run(capsys, str(model), "--task", str(own))
+    assert code == 2
+    assert "and 1000 B of memory is free. Have one layer in memory at a time with --layer-by-layer, or use" in err
+    code, out, err = run(capsys, str(model), "--task", str(own), "--layer-by-layer", "--json")
+    assert code == 0, err
+    assert Ledger().get(json.loads(out)["run_id"]).inputs["layer_by_layer"] is True
+
+
+@pytest.mark.parametrize(("device", "n", "n_local", "times"), [("cpu", 4, 4, 1), ("cpu", 4, 2, 2), ("h100-sxm", 4, 4, 4)])
+def test_ranks_that_share_a_processor_are_planned_as_fast_as_one_process(
+    model: Path, device: str, n: int, n_local: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = replace(load_hardware("h100-sxm", "train"), kind="cpu" if device == "cpu" else "gpu")
+    monkeypatch.setattr(tables, "load_hardware", lambda name, phase: hardware)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_local))
+    scorer, text = SimpleNamespace(engine="decoder", spec=read_spec(model), dtype="fp32"), SimpleNamespace(prepared=None)
+    alone, together = (_planned(model, scorer, text, 64, 48, False, ranks) for ranks in (None, Ranks(0, n)))  # type: ignore[arg-type]
+    assert together.values["scored_tok_per_s"] == pytest.approx(times * alone.values["scored_tok_per_s"])
+    assert together.n_devices == times

@@ -1,4 +1,4 @@
-"""Which of the ranks that sleep hang."""
+"""Which of the ranks that sleep or compute hang."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[dict[int, int]]:
         process.wait()
 
 
-def found(ranks: dict[int, int], phase: Phase) -> str | None:
-    """What is found of rank 0, which sleeps, within a second."""
-    finder = HangFinder(ranks, first_rank=0)
+def marks(phase: Phase) -> Marks:
+    return Marks(1, phase, busy_limit_s=0.6, idle_limit_s=0.3)
+
+
+def found(ranks: dict[int, int], phase: Phase, finder: HangFinder | None = None) -> str | None:
+    """What is found of rank 0 within a second."""
+    finder = finder or HangFinder(ranks, first_rank=0)
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
-        if (said := finder.look(0, Marks(1, phase, idle_limit_s=0.3))) is not None:
+        if (said := finder.look(0, marks(phase))) is not None:
             return said
         time.sleep(0.05)
     return None
@@ -48,3 +52,12 @@ def test_a_rank_may_wait_for_what_another_compiles_in_its_first_steps_alone(rank
 @pytest.mark.parametrize("ranks", [(SLEEPS, SLEEPS)], indirect=True)
 def test_if_all_sleep_nobody_compiles(ranks: dict[int, int]) -> None:
     assert "has slept" in str(found(ranks, Phase.FIRST_STEPS))
+
+
+@pytest.mark.parametrize(("ranks", "words"), [((SLEEPS,), "has slept"), ((COMPUTES,), "has computed")], indirect=["ranks"])
+def test_time_in_which_the_launcher_stood_still_too_is_no_hang(ranks: dict[int, int], words: str) -> None:
+    finder = HangFinder(ranks, first_rank=0)
+    finder.look(0, marks(Phase.STEPS))
+    time.sleep(0.8)  # the machine stands still for longer than the limits
+    assert finder.look(0, marks(Phase.STEPS)) is None
+    assert words in str(found(ranks, Phase.STEPS, finder))

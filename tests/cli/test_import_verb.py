@@ -42,7 +42,7 @@ def test_json_is_one_document_on_stdout(source: Path, tmp_path: Path, capsys: py
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert (document["kind"], document["family"], document["dtype"]) == ("Hugging Face", "llama", "bf16")
-    assert captured.err.startswith("no prediction: this machine has no profile yet.")
+    assert captured.err.startswith("no predicted time: this machine has no profile yet.")
     assert "\nimporting " in captured.err
 
 

@@ -68,6 +68,25 @@ def test_a_model_of_no_run_is_fitted_to_text_that_it_writes(
     assert json.loads(out)["fitted_to_tokens"] > 0
 
 
+def test_a_model_of_no_run_that_does_not_fit_in_memory_asks_for_text(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twostroke.engine.loading.available_bytes", lambda: 1000)
+    code, _, err = quantize(capsys, model, tmp_path / "q", "--scheme", "int4")
+    assert code == 2
+    told = err.strip().splitlines()[-1]
+    assert "is to write text: the weights in " in told
+    assert "and 1000 B of memory is free. Name text with --calibration TEXT, or need none with --rounding nearest." in told
+    assert "Use weights of fewer bits" not in err
+    assert not (tmp_path / "q").exists()
+    code, _, err = quantize(capsys, model, "--survey")
+    assert (code, err.strip().endswith("Name text with --calibration TEXT.")) == (2, True)
+    (tmp_path / "a.txt").write_text("".join(f"def f{i}(self, name={i * i}):\n    return {i} ** self\n" for i in range(300)))
+    for name, options in (("text", ("--calibration", tmp_path / "a.txt")), ("nearest", ("--rounding", "nearest"))):
+        code, _, err = quantize(capsys, model, tmp_path / name, "--scheme", "int4", *options)
+        assert code == 0, err
+
+
 def test_a_survey_is_a_table_of_all_schemes_and_writes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from small_models import saved, transformers_model
 from twostroke.core.errors import CapacityError, DataError, InputError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.beam_outputs import BeamSearchParams
-from twostroke.engine.core import EVENT_ENTRIES
+from twostroke.engine.events import EVENT_ENTRIES
 from twostroke.engine.llm import LLM, RequestOutput
 from twostroke.kernels.native_library import library
 from twostroke.model.load import load_model

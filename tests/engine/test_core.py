@@ -275,7 +275,7 @@ def test_small_steps_run_on_one_thread_unless_more_were_asked_for(
     used = []
     verify = core_module.verify
     monkeypatch.setattr(core_module, "verify", lambda *a: used.append(torch.get_num_threads()) or verify(*a))
-    monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
+    monkeypatch.setattr(core_module, "default_threads", lambda: 2)
     core = engine(llama, n_threads=n_threads)
     core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
     run(core)
@@ -290,7 +290,7 @@ def test_a_processor_that_another_program_takes_is_left_to_it(
     used = []
     verify = core_module.verify
     monkeypatch.setattr(core_module, "verify", lambda *a: used.append(torch.get_num_threads()) or verify(*a))
-    monkeypatch.setattr(core_module, "_default_threads", lambda: 2)
+    monkeypatch.setattr(core_module, "default_threads", lambda: 2)
     monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n - 1)
     core = engine(llama, n_threads=n_threads)
     core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # else small steps take one

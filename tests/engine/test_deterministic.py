@@ -21,7 +21,7 @@ from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import ASKED, CACHE_TYPES
-from twostroke.engine import core as engine_core
+from twostroke.engine import ways
 from twostroke.engine.core import EngineCore
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.scoring import token_scores
@@ -203,8 +203,8 @@ def test_an_engine_that_cannot_promise_it_does_not_start(tmp_path: Path, monkeyp
     directory = saved("llama", tmp_path / "m")[1]
     with pytest.raises(ConfigError, match=r"deterministic needs the native library: .* Use runner='native' or 'auto'."):
         EngineCore(directory, EngineSettings(dtype="fp32", runner="torch", deterministic=True))
-    monkeypatch.setattr(engine_core, "library", lambda: None)
-    monkeypatch.setattr(engine_core, "why_absent", lambda: "It was not built.")
+    monkeypatch.setattr(ways, "library", lambda: None)
+    monkeypatch.setattr(ways, "why_absent", lambda: "It was not built.")
     with pytest.raises(ConfigError, match=r"deterministic needs the native library: .* It was not built."):
         EngineCore(directory, EngineSettings(dtype="fp32", deterministic=True))
 

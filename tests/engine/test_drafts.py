@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.schemes import ASKED, CACHE_TYPES
-from twostroke.engine.core import EngineCore, TokenEvent
+from twostroke.engine.core import EngineCore
+from twostroke.engine.events import TokenEvent
 from twostroke.engine.llm import LLM
 from twostroke.engine.sampler import plain_draw
 from twostroke.engine.speculation.draft_model import ModelDrafter
@@ -119,7 +121,7 @@ def both(
             (*prompt, params.of_fork(i).seed or 0): answer[0]
             for prompt, answer in zip(prompts, plain[i :: params.n], strict=True)
         }
-    core._drafter = Oracle(answers, core.spec.vocab_size)
+    core._drafting.drafter = Oracle(answers, core.spec.vocab_size)
     assert run(core, prompts, params, adapters) == plain
     stats = core.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
@@ -183,8 +185,8 @@ def test_chunks_prefixes_and_preemption_change_nothing(models: Path) -> None:
 def test_text_that_repeats_is_drafted_without_help(models: Path) -> None:
     """A cycle that greedy decoding falls into; then the same prompt again, whose answer is a past output."""
     llm = LLM(directory(models), dtype="fp32", n_threads=1, speculate="auto")
-    assert isinstance(llm.engine._drafter, Drafter)
-    llm.engine._drafter.times = Fixed(lambda rows: 1.0, 64)
+    assert isinstance(llm.engine._drafting.drafter, Drafter)
+    llm.engine._drafting.drafter.times = Fixed(lambda rows: 1.0, 64)
     plain = LLM(directory(models), dtype="fp32", n_threads=1).generate(PROMPTS, replace(GREEDY, max_tokens=120))
     for _ in range(2):
         drafted = llm.generate(PROMPTS, replace(GREEDY, max_tokens=120))
@@ -238,6 +240,24 @@ def test_a_row_that_is_not_finite_fails_only_the_request_that_reaches_it() -> No
     assert verify(logits, step, [0], [0], None).tokens == [[]]
 
 
+def test_greedy_requests_take_at_once_what_they_take_one_by_one() -> None:
+    r = random.Random(5)
+    for _ in range(200):
+        drafts = {i: [r.randrange(3) for _ in range(r.randrange(1, 5))] for i in r.sample(range(4), r.randrange(1, 5))}
+        logits = torch.tensor([[float(r.randrange(3)) for _ in range(3)] for _ in range(4 + sum(map(len, drafts.values())))])
+        logits[r.randrange(len(logits))] *= r.choice((1.0, float("nan"), float("inf")))
+        texts = SamplingParams(temperature=0.0, max_tokens=9), SamplingParams(temperature=0.0, max_tokens=9, logprobs=0)
+        known = logits.max(dim=1)
+        at_once, one_by_one = (
+            verify(logits.clone(), step, range(4), range(4), (known.values, known.indices)).tokens
+            for params in texts
+            for step in [
+                ScheduledStep(0, [Request(str(i), [1, 2], params) for i in range(4)], [2] * 4, [1] * 4, 4, [], [], [], drafts)
+            ]
+        )
+        assert at_once == one_by_one
+
+
 def test_an_interrupted_check_counts_no_token_twice(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between the check and the scheduler: penalties have seen drafts that are drawn again."""
     params = SamplingParams(
@@ -245,7 +265,7 @@ def test_an_interrupted_check_counts_no_token_twice(models: Path, monkeypatch: p
     )
     plain = run(EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1)), PROMPTS, params)
     core = EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1, speculate="ngram"))
-    core._drafter = Oracle({(*p, 0): a[0] for p, a in zip(PROMPTS, plain, strict=True)}, core.spec.vocab_size)
+    core._drafting.drafter = Oracle({(*p, 0): a[0] for p, a in zip(PROMPTS, plain, strict=True)}, core.spec.vocab_size)
     n_calls = 0
 
     def interrupted(*args: Any) -> Any:
@@ -295,7 +315,7 @@ def test_a_draft_model_changes_no_token(models: Path, params: SamplingParams) ->
     plain = run(EngineCore(path, EngineSettings(**settings)), PROMPTS, params)
     for draft in (other, path):
         core = EngineCore(path, EngineSettings(**settings, speculate=f"draft:{draft}"))
-        drafter = core._drafter
+        drafter = core._drafting.drafter
         assert isinstance(drafter, ModelDrafter)
         drafter._ahead = lambda n_decoding, n_rows: 3  # type: ignore[method-assign]
         assert run(core, PROMPTS, params) == plain
@@ -319,8 +339,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused(models: Path) -> None:
 def test_a_draft_model_that_is_mostly_wrong_is_hardly_asked(models: Path) -> None:
     other = directory(models, "llama", n_layers=2)
     core = EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1, speculate=f"draft:{other}"))
-    assert isinstance(core._drafter, ModelDrafter)
-    core._drafter.times = core._drafter.draft_times = Fixed(lambda rows: 1.0 + 0.1 * rows, 64)
+    assert isinstance(core._drafting.drafter, ModelDrafter)
+    core._drafting.drafter.times = core._drafting.drafter.draft_times = Fixed(lambda rows: 1.0 + 0.1 * rows, 64)
     run(core, [[i] for i in range(4)], SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True))
     stats = core.stats()
     assert 0 < stats.draft_tokens < stats.output_tokens / 2

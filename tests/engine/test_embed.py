@@ -13,7 +13,8 @@ from hf_models import V, save_reference
 from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, EngineError, InputError
-from twostroke.engine.core import EngineCore, TokenEvent
+from twostroke.engine.core import EngineCore
+from twostroke.engine.events import TokenEvent
 from twostroke.engine.llm import LLM
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.scheduling.sampling_params import SamplingParams

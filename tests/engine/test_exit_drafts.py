@@ -51,7 +51,7 @@ def early(models: Path, weight: float, **changes: Any) -> Path:
 def drafting(path: Path, speculate: str = "exit:1", n: int = 3, **settings: Any) -> EngineCore:
     """An engine that drafts ``n`` tokens in each step."""
     core = EngineCore(path, EngineSettings(**settings, speculate=speculate))
-    drafter = core._drafter.exits if isinstance(core._drafter, RepeatsOrExits) else core._drafter
+    drafter = core._drafting.drafter.exits if isinstance(core._drafting.drafter, RepeatsOrExits) else core._drafting.drafter
     assert isinstance(drafter, ExitDrafter)
     drafter._ahead = lambda n_decoding, n_rows: n  # type: ignore[method-assign]
     return core
@@ -123,8 +123,8 @@ def test_drafts_are_those_of_a_model_of_the_first_layers(models: Path, tmp_path:
     settings: dict[str, Any] = {"kv_dtype": kv, "n_threads": 1, "page_tokens": 4}
     exits = drafting(path, "exit:2", **settings)
     own = EngineCore(path, EngineSettings(**settings, speculate=f"draft:{first}"))
-    assert isinstance(own._drafter, ModelDrafter)
-    own._drafter._ahead = lambda n_decoding, n_rows: 3  # type: ignore[method-assign]
+    assert isinstance(own._drafting.drafter, ModelDrafter)
+    own._drafting.drafter._ahead = lambda n_decoding, n_rows: 3  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)
     assert run(exits, PROMPTS, params) == run(own, PROMPTS, params)
     found, wanted = exits.stats(), own.stats()
@@ -193,7 +193,7 @@ def test_interrupted_drafts_lose_nothing(models: Path, monkeypatch: pytest.Monke
 
 def test_drafts_that_are_never_right_are_hardly_made(models: Path) -> None:
     core = EngineCore(directory(models), EngineSettings(dtype="fp32", n_threads=1, speculate="exit:2"))
-    drafter = core._drafter
+    drafter = core._drafting.drafter
     assert isinstance(drafter, ExitDrafter)
     drafter.times = drafter.draft_times = Fixed(lambda rows: 1.0 + 0.1 * rows, 64)
     run(core, [[i] for i in range(4)], SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True))
@@ -203,17 +203,17 @@ def test_drafts_that_are_never_right_are_hardly_made(models: Path) -> None:
 
 def test_auto_drafts_by_exit_where_nothing_repeats_if_the_model_was_trained_for_it(models: Path) -> None:
     path = early(models, 0.3)
-    assert isinstance(EngineCore(path, EngineSettings(dtype="fp32", speculate="auto"))._drafter, Drafter)
+    assert isinstance(EngineCore(path, EngineSettings(dtype="fp32", speculate="auto"))._drafting.drafter, Drafter)
     trained = models / "trained"
     decoder = load_model(path)
     save_model(decoder, decoder.spec.with_(early_exit=True), trained)
     assert json.loads((trained / "config.json").read_text())["early_exit"] is True
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     core = both(trained, params, dtype="fp32", speculate="auto")
-    assert isinstance(core._drafter, RepeatsOrExits)
+    assert isinstance(core._drafting.drafter, RepeatsOrExits)
     assert core.spec.early_exit
     assert UNTRAINED not in core.spec.notes
-    assert core._drafter.exits.times is core._drafter.repeats.times
+    assert core._drafting.drafter.exits.times is core._drafting.drafter.repeats.times
 
 
 def test_a_model_that_was_not_trained_for_it_is_served_with_a_note(models: Path) -> None:

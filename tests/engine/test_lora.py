@@ -157,11 +157,13 @@ def test_the_native_step_adds_what_the_interpreter_of_its_plan_adds(
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native library")
+@pytest.mark.parametrize("n_tokens", [2, 9])
 @pytest.mark.parametrize("dtype", ["fp32", "int8", "int4"])
-def test_a_row_does_not_depend_on_its_neighbours_adapters(dtype: str, tmp_path: Path) -> None:
+def test_a_row_does_not_depend_on_its_neighbours_adapters(dtype: str, n_tokens: int, tmp_path: Path) -> None:
+    """Adapters by turns: of few rows, whose outputs two threads share out, and of so many that each takes chunks."""
     base, adapters, _ = models("llama", tmp_path, 3)
     llm = LLM(base, {str(i): adapter for i, adapter in enumerate(adapters)}, dtype=dtype, runner="native", n_threads=2)
-    prompts = [[(5 * i + j) % 97 for j in range(9)] for i in range(12)]
+    prompts = [[(5 * i + j) % 97 for j in range(n_tokens)] for i in range(12)]
     loras = [None if i % 4 == 3 else str(i % 4) for i in range(12)]
     together = first_logits(llm.engine, prompts, loras)
     for i in (0, 3, 5, 10):

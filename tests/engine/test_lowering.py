@@ -18,7 +18,8 @@ from twostroke.model.decoder import Decoder
 from twostroke.planner.work.weights import weights_bytes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import SchedulerConfig
 
 PROMPTS = ([5, 9, 3, 44, 7, 8, 90, 17, 33, 2, 60, 61, 62, 1, 4, 4, 4, 12, 13, 14, 15, 16, 71], [30, 31, 32, 5, 6], [77])
 

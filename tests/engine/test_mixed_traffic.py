@@ -95,11 +95,11 @@ def _run(folder: Path, seconds: float) -> Traffic:
     stats, scheduler = core.stats(), core.scheduler
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert scheduler.pool.n_free == scheduler.config.n_pages == 40
-    assert sorted(scheduler._slots) == list(range(scheduler.config.max_running))
+    assert sorted(scheduler.admission.slots) == list(range(scheduler.config.max_running))
     assert len(scheduler.pool.tree) == stats.pages_cached
     assert not scheduler.requests
-    assert not core._answers
-    assert not core._names
+    assert not core._answers.of_name
+    assert not core._answers.names_of
     assert not core._prompt_scores._n_scored
     assert not core._prompt_scores.take()
     assert not traffic.open

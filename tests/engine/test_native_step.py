@@ -25,7 +25,8 @@ from twostroke.kernels.native_library import holding, library, set_target, why_a
 from twostroke.model.decoder import Decoder
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 pytestmark = pytest.mark.skipif(library() is None, reason=why_absent())
 

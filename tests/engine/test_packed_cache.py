@@ -118,7 +118,7 @@ def test_an_engine_that_shares_does_without_a_file_that_cannot_be_written(model:
 
 
 def test_caches_of_engines_that_share_are_together_as_large_as_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.engine.core.available_bytes", lambda: 2**24)
+    monkeypatch.setattr("twostroke.engine.limits.available_bytes", lambda: 2**24)
     alone = EngineCore(model, EngineSettings(n_threads=1))
     shared = EngineCore(model, EngineSettings(n_threads=1, replicas=4))
     page = alone.kv_cache_bytes // alone.scheduler.config.n_pages

@@ -330,7 +330,8 @@ def test_drafts_of_early_exits_are_those_of_the_new_weights(old: Path, new: Path
     answers.step(4)
     replace_weights(core, new)
     assert core._first_layers is not None
-    assert core._first_layers.plan.ops[0].table is core.plan.ops[0].table  # type: ignore[union-attr]
+    assert core._first_layers.runner is not None
+    assert core._first_layers.runner.plan.ops[0].table is core.plan.ops[0].table  # type: ignore[union-attr]
     assert answers.of("new") == Answers(engine(new)).of("a")
     assert answers.tokens["under way", 0] == Answers(engine(old)).of("a")
 
@@ -345,8 +346,8 @@ def test_pages_on_disk_are_those_of_the_weights_that_wrote_them(old: Path, new: 
     answers.step(3)
     replace_weights(core, new)
     assert answers.of("new") == plain
-    assert core._disk is not None
-    core._disk.wait_written()
+    assert core._below.disk is not None
+    core._below.disk.wait_written()
     core.close()
     for directory, prompt in ((old, PROMPT), (new, PROMPT), (old, OTHER)):
         later = engine(directory, **settings)

@@ -26,7 +26,8 @@ from twostroke.evaluation.comparison import (
 from twostroke.evaluation.held_out import held_out_of, held_out_to_score
 from twostroke.model.decoder import Decoder
 from twostroke.model.initialise import initialise
-from twostroke.model.load import load_model, save_model
+from twostroke.model.load import load_model
+from twostroke.model.save import save_model
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from twostroke.interop.export_targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
+    "coreml": ("torch==2.13.0", "coremltools==9.0", "numpy", "tokenizers", "jinja2"),
     "executorch": ("torch==2.13.0", "executorch==1.5.1", "tokenizers", "jinja2"),
     "litert": ("torch==2.13.0", "litert-torch==0.10.0", "tokenizers", "jinja2"),
     "llama": ("llama-cpp-python==0.3.36",),

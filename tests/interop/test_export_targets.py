@@ -59,7 +59,6 @@ def test_a_format_of_one_file_appears_whole_or_not_at_all(source: Path, tmp_path
 def test_what_cannot_be_written_says_what_is_missing(source: Path, tmp_path: Path) -> None:
     for to, precision, kind, sentence in (
         ("lacking", "auto", InputError, "Run: pip install such-a-package"),
-        ("coreml", "auto", InputError, "--to coreml is not written. coremltools predicts on macOS alone"),
         ("onnx", "bf16", ConfigError, "precision='bf16' is not written by --to onnx. Use auto, fp32, fp16, int8, int4"),
         ("names2", "auto", ConfigError, "is not a format to export to. Use hf, mlx, onnx"),
     ):

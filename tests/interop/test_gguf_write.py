@@ -30,7 +30,8 @@ from twostroke.interop.gguf_vocabulary import vocabulary
 from twostroke.interop.import_model import import_model
 from twostroke.interop.tokenizer_tables import WORDS, Words, byte_level_bpe, byte_level_words, sentencepiece_bpe
 from twostroke.model.decoder import Decoder
-from twostroke.model.load import load_model, load_state, save_model
+from twostroke.model.load import load_model, load_state
+from twostroke.model.save import save_model
 from twostroke.quantization.importance import mean_squares
 
 

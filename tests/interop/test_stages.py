@@ -47,4 +47,4 @@ def test_an_error_ends_the_words_on_a_stage(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_exports_by_other_programs_compilers_have_stages() -> None:
-    assert all(TARGETS[name].stages for name in ("executorch", "litert"))
+    assert all(TARGETS[name].stages for name in ("coreml", "executorch", "litert"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twostroke.ledger.attribution import IDENTITIES, attribute, pool
@@ -67,6 +67,7 @@ VALUES = st.dictionaries(st.sampled_from(NAMES), st.one_of(st.none(), st.floats(
 
 
 @given(VALUES, VALUES, st.one_of(st.none(), st.integers(1, 1000)))
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of drawing, where other tests take the processor
 def test_shares_sum_to_the_residual_whatever_was_measured(
     prediction: dict[str, Any], measured: dict[str, Any], steps: int | None
 ) -> None:

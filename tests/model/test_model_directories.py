@@ -27,8 +27,9 @@ from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.families import to_canonical, write_entry
 from twostroke.model.lazy_state import LazyState
-from twostroke.model.load import load_model, load_state, save_model
+from twostroke.model.load import load_model, load_state
 from twostroke.model.safetensors_file import WeightFiles, read_header
+from twostroke.model.save import save_model
 from twostroke.quantization.directory import Quantisation
 
 SPEC = ModelSpec("llama", V, 2, 48, 4, 2, 12, 80, 64, bos_token_id=1, eos_token_ids=(0,))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from machines import ideal_machine, small_llama
+from small_models import FEATURES
 from twostroke.core.matrices import layer_kinds
-from twostroke.core.policy import query_blocks
+from twostroke.core.policy import query_blocks, rows_at_once
 from twostroke.core.rates import TrainingRates
 from twostroke.core.spec import Departures, ModelSpec, MoeSpec
 from twostroke.kernels import training_attention
@@ -65,6 +66,39 @@ def planned_bytes(
     return training_memory(spec, shape, computer)["activations"]
 
 
+BOUNDED, SINKS = {"departures": Departures(attention_cap=4.0)}, {"departures": Departures(attention_sinks=True)}
+OF_EXPERTS = 0.02
+"""Rows of an expert are filled up to a multiple of an eighth, and indices of tokens and experts take 8 bytes, several times
+over: 1.0 to 1.8% in layers as narrow as these."""
+
+
+@pytest.mark.parametrize("natively", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(("family", "dtype"), list(itertools.product(("gemma2", "gpt_oss"), ("bf16", "fp32"))))
+def test_activations_under_a_bound_or_beside_sinks(
+    family: str, dtype: str, checkpointing: str, natively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole families, with a window in one layer of two: by the native operator, and where it is not there."""
+    if natively and (dtype != "bf16" or not training_attention.is_available()):
+        pytest.skip("no native attention here")
+    monkeypatch.setattr(training_attention, "is_available", lambda: natively)
+    spec = FEATURES[family].with_(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, sliding_window_layers=(0,))
+    predicted = planned_bytes(spec, dtype, 300, False, checkpointing, attends_natively=natively)
+    tolerance = OF_EXPERTS if spec.moe is not None and checkpointing == "none" else TOLERANCE
+    assert kept_bytes(spec, dtype, 2, 300, False, checkpointing) == pytest.approx(predicted, rel=tolerance)
+
+
+@pytest.mark.parametrize("changes", [BOUNDED, SINKS], ids=("bound", "sinks"))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("length", [100, 300, 2100])
+def test_explicit_attention_keeps_what_a_bound_and_sinks_add(length: int, dtype: str, changes: dict[str, object]) -> None:
+    """Of heads that the native operator refuses, in every type, and also where other models take SDPA (fp32, 2,100 tokens)."""
+    spec = small_llama(n_layers=1, vocab_size=300, d_model=64, d_ff=192, n_heads=4, n_kv_heads=2, head_dim=16, **changes)
+    predicted = planned_bytes(spec, dtype, length, False, attends_natively=True)
+    rows = rows_at_once("cpu", True, 2, length)
+    assert kept_bytes(spec, dtype, rows, length, False) == pytest.approx(predicted, rel=1e-6)
+
+
 BLOCKS = (
     {"departures": Departures(norms_per_block=4)},
     {"departures": Departures(norms_after=True)},
@@ -92,7 +126,7 @@ def test_eager_activations_are_exact(dtype: str, changes: dict[str, object], len
 
 
 @pytest.mark.skipif(not training_attention.is_available(), reason="no native attention here")
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2, BOUNDED, SINKS], ids=str)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_activations_of_native_attention_are_exact(changes: dict[str, object], checkpointing: str) -> None:
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=32, **changes)
@@ -101,20 +135,29 @@ def test_activations_of_native_attention_are_exact(changes: dict[str, object], c
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch: deprecations, and .grad of tensors it looks at
-@pytest.mark.parametrize("head_dim", [16, 32])  # explicit, native
-def test_compiled_activations_are_exact(head_dim: int) -> None:
-    """One case of each attention, since compiling takes longer than all other tests here together; those with most terms."""
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),  # explicit, native
+    [
+        (16, {"qk_norm": True}),
+        (32, {"qk_norm": True}),
+        (16, {"departures": Departures(attention_cap=4.0, attention_sinks=True)}),
+        (32, {"departures": Departures(attention_cap=4.0, attention_sinks=True)}),
+    ],
+    ids=("explicit", "native", "explicit, bound and sinks", "native, bound and sinks"),
+)
+def test_compiled_activations_are_exact(head_dim: int, changes: dict[str, object]) -> None:
+    """Few cases of each attention, since compiling takes longer than all other tests here together; those with most terms."""
     natively = head_dim == 32
     if natively and not training_attention.is_available():
         pytest.skip("no native attention here")
-    changes = {"qk_norm": True, "n_kv_heads": 2}
+    changes = {"n_kv_heads": 2} | changes
     spec = small_llama(n_layers=2, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=head_dim, **changes)
     predicted = planned_bytes(spec, "bf16", 100, True, attends_natively=natively)
     assert kept_bytes(spec, "bf16", 2, 100, True) == pytest.approx(predicted, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"n_kv_heads": 2}, GPT2, *BLOCKS], ids=str)
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_checkpointed_activations_are_exact(checkpointing: str, dtype: str, changes: dict[str, object]) -> None:
     spec = small_llama(n_layers=3, vocab_size=300, d_model=64, d_ff=192, n_heads=4, head_dim=16, **changes)

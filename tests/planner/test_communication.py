@@ -17,6 +17,7 @@ from twostroke.planner.work.params import count_parameters
 
 SPEC = small_llama()
 N = count_parameters(SPEC).total
+OUTSIDE = count_parameters(SPEC).embedding + count_parameters(SPEC).head + count_parameters(SPEC).final_norm
 
 
 def h100() -> Hardware:
@@ -33,37 +34,38 @@ def sent(p: TrainingPlan, parallel: str) -> float:
 
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_data_parallel_volume_is_two_or_three_elements_a_parameter(zero: int, elements: int) -> None:
-    """Section 7 of arXiv 1910.02054, in 16 bits and for many ranks."""
+    """Section 7 of arXiv 1910.02054, in 16 bits and for many ranks; what is no block stays gathered for its backward pass."""
     p = plan(Layout(data=1024, zero=zero), gradient_bits=16)
-    assert sent(p, "data") == pytest.approx(elements * 2 * N * 1023 / 1024)
+    kept = OUTSIDE if zero == 3 else 0
+    assert sent(p, "data") == pytest.approx(2 * (elements * N - kept) * 1023 / 1024)
 
 
 def test_fsdp2_reduces_in_fp32_and_any_job_in_as_many_bits_as_asked() -> None:
-    for layout, bits, each in (
-        (Layout(data=8, zero=3), 0, 2 * 2 + 4), (Layout(data=8, zero=3), 8, 2 * 2 + 1), (Layout(data=8), 4, 2 * 0.5)
-    ):  # fmt: skip
-        assert sent(plan(layout, gradient_bits=bits), "data") == pytest.approx(each * N * 7 / 8)
+    sharded, gathered = Layout(data=8, zero=3), 2 * (2 * N - OUTSIDE)
+    for layout, bits, whole in ((sharded, 0, gathered + 4 * N), (sharded, 8, gathered + N), (Layout(data=8), 4, N)):
+        assert sent(plan(layout, gradient_bits=bits), "data") == pytest.approx(whole * 7 / 8)
 
 
 def test_accumulation_multiplies_what_is_sent_each_micro_batch_and_nothing_else() -> None:
     """DDP and ZeRO-1 reduce once a step, ZeRO-2 reduces and ZeRO-3 gathers as well every micro-batch; sums are fp32."""
     ranks, passes = 8, 4
     share = (ranks - 1) / ranks
-    expected = {0: 2 * 4, 1: 4 + 2, 2: passes * 4 + 2, 3: passes * (2 + 2 + 4)}
-    for zero, per_parameter in expected.items():
+    expected = {0: 8 * N, 1: 6 * N, 2: (passes * 4 + 2) * N, 3: passes * (8 * N - 2 * OUTSIDE)}
+    for zero, whole in expected.items():
         p = plan(Layout(data=ranks, zero=zero), grad_accumulation=passes)
-        assert sent(p, "data") == pytest.approx(per_parameter * N * share)
+        assert sent(p, "data") == pytest.approx(whole * share)
 
 
 def test_tensor_parallel_reduces_four_times_a_layer_six_with_recomputation_and_at_both_ends() -> None:
     hidden = 2 * 8192 * 256
     for checkpointing, times in (("none", 4 * 6 + 2), ("full", 6 * 6 + 2)):
         p = plan(Layout(tensor=2), checkpointing=checkpointing, grad_accumulation=3)
-        (traffic,) = p.traffic
+        traffic, whole = p.traffic
         assert traffic.bursts == 3 * times
         assert traffic.burst_bytes == hidden
         assert traffic.sent_bytes == pytest.approx(3 * times * hidden)  # 2·(t−1)/t = 1 for two ranks
         assert traffic.exposed_s == traffic.seconds
+        assert (whole.bursts, whole.sent_bytes) == (1, 4 * (2 * 6 + 1) * 256)  # norms, in fp32, once a step
 
 
 def test_experts_exchange_their_tokens_four_times_a_layer() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from scripts import BENCHMARKS, script
+from scripts import script
 from twostroke.core.engines import METHODS, RECOMPUTATIONS, TRAINING_TYPES
 from twostroke.core.families import FAMILIES
 from twostroke.core.optimizers import TRAINED
@@ -100,8 +98,7 @@ def test_the_summary_says_how_wide_decode_intervals_are_and_how_many_hold() -> N
     assert "Interval coverage over all predictions: 50.0% of 2 (aim 85 to 95%, missed)" in text
 
 
-def test_the_scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS / "planner" / "engines"), *sys.path])
+def test_the_scripts_find_each_other() -> None:
     run = script("planner/engines/run.py")
     assert {phase for phase, _ in run.chosen("")} == {"train", "serve", "http"}
     assert [case.name for _, case in run.chosen("^train/lora-small$")] == ["lora-small"]

@@ -27,6 +27,9 @@ def test_devices_are_the_product_of_the_three_cuts() -> None:
         ({"zero": 3}, "data=1"),
         ({"interleave": 2}, "pipeline=1"),
         ({"data": 4, "expert": 3}, "Use 1, 2 or 4"),
+        ({"data": 4, "copies": 2}, "need zero=2 or 3"),
+        ({"data": 4, "zero": 3, "copies": 4}, "with ranks left to share each"),
+        ({"data": 8, "expert": 8, "zero": 3, "copies": 2}, "must divide the 1 devices that hold the same experts"),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(wrong: dict[str, object], named: str) -> None:

@@ -39,7 +39,17 @@ def test_the_fastest_that_fits_is_chosen_and_said() -> None:
     any_bits, _ = choose_layout(_recipe(exact=False), SPEC, 8, h100, _any)
     assert any_bits.of_a_replica > 1
     small = dataclasses.replace(SPEC, n_layers=2, vocab_size=1000)
-    assert "data=8" in choose_layout(_recipe(), small, 8, h100, _any)[1]
+    assert "next is data=2, shard=4, zero=2" in choose_layout(_recipe(), small, 8, h100, _any)[1]
+
+
+def test_replicas_of_shards_in_stages_are_chosen_where_nodes_are_far_apart() -> None:
+    """Where the network is a tenth, shards stay inside a node of 8 and stages take turns with two chunks each."""
+    h100 = load_hardware("h100")
+    assert choose_layout(_recipe(), SPEC, 64, h100, _any)[0].shard == 64
+    slow = dataclasses.replace(h100.network, bytes_per_s=h100.network.bytes_per_s / 10)
+    chosen, sentence = choose_layout(_recipe(), SPEC, 64, dataclasses.replace(h100, network=slow), _any)
+    assert (chosen.data, chosen.shard, chosen.pipeline, chosen.interleave) == (2, 8, 4, 2)
+    assert "data=2, shard=8, pipeline=4, zero=2, interleave=2" in sentence
 
 
 def test_what_fits_nowhere_and_what_divides_nothing_is_a_sentence() -> None:
@@ -56,3 +66,6 @@ def test_every_way_to_cut_is_tried_once() -> None:
     assert len(found) == len(set(found))
     assert {layout.ranks for layout in found} == {8}
     assert {(layout.shard, layout.zero) for layout in found} >= {(1, 3), (8, 2), (8, 3)}
+    assert {(layout.data, layout.shard) for layout in found} >= {(8, 1), (4, 2), (2, 4), (1, 8)}
+    assert {(layout.pipeline, layout.interleave) for layout in found} >= {(1, 1), (2, 1), (8, 8)}
+    assert all(layout.interleave == 1 for layout in found if layout.pipeline == 1)

@@ -114,3 +114,12 @@ def test_energy_that_no_counter_measures_is_said_in_the_run() -> None:
     found = Ledger().get(run.run_id or "").measurement
     assert found["cost_per_mtok_usd"] > 0
     assert found["not_measured"] == {"energy_per_mtok_kwh": NO_COUNTER}
+
+
+def test_a_run_on_several_devices_is_billed_for_all_of_them_before_and_after() -> None:
+    one, two = (begun([], lambda n=n: Planned({"scored_tok_per_s": 100.0}, machine(), n_devices=n)) for n in (1, 2))
+    for name in ("cost_per_mtok_usd", "energy_per_mtok_kwh"):
+        assert two.prediction[name] == pytest.approx(2 * one.prediction[name])
+    paid = [run.spent({"scored_tok_per_s": 100.0})["cost_per_mtok_usd"] for run in (one, two)]
+    assert paid[1] == pytest.approx(2 * paid[0])
+    assert two.prediction["cost_per_mtok_usd"] == pytest.approx(paid[1])

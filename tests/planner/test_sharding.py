@@ -53,6 +53,12 @@ def test_zero_3_is_not_ddp(assets: Path) -> None:
     assert state_bytes(spec, TrainingShape(), SINGLE) == 20 * n
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_rank_of_copies_holds_what_one_of_a_single_copy_does(zero: int) -> None:
+    spec, one, several = moe_llama(), Layout(data=8, zero=zero), Layout(data=32, zero=zero, copies=4)
+    assert state_bytes(spec, TrainingShape(), several) == state_bytes(spec, TrainingShape(), one)
+
+
 def test_several_micro_batches_are_summed_in_fp32() -> None:
     """18 bytes a parameter, as Megatron-LM holds them, instead of 16."""
     n = count_parameters(small_llama()).total

@@ -113,6 +113,16 @@ def test_two_prompts_at_once_share_a_step_and_a_late_one_joins_the_next() -> Non
     assert found.itl_s.mean == pytest.approx((2 * second + 2 * third + 3 * fourth) / 7)
 
 
+def test_a_prompt_whose_last_token_alone_is_left_for_a_step_has_a_first_token() -> None:
+    """The cache holds all of it but one token, and the pace leaves that to the next step, in which it counts as decoding."""
+    workload = Workload.closed(10, 10, Uniform(65, 80), Uniform(2, 10), shared_prefix=64, seed=62)
+    assert any(arrival.prompt_tokens == 65 for arrival in workload.arrivals)
+    pace = Pace(step_costs(seconds, 64), 1.1, 16)
+    found = simulate(workload, policy_of("llama.cpp"), seconds, 60, max_running=8, token_budget=64, pace=pace)
+    assert found.ttft_s.mean < 1.0
+    assert found.itl_s.n == sum(arrival.output_tokens - 1 for arrival in workload.arrivals)
+
+
 def three_requests(late: int) -> Workload:
     """Two of 40 tokens at once, and another that comes in the middle of the ``late``-th step, the first being 0."""
     first, step = seconds(0, 0, [Chunk(0, 100)] * 2), seconds(2, 110, ())

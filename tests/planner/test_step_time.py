@@ -11,13 +11,14 @@ import pytest
 from scripts import script
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.matrices import layer_kinds
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.plan import strategy_of
 from twostroke.planner.serving.shape import ENGINES, Placement, ServingShape
 from twostroke.planner.serving.step_time import (
+    FITTED,
     MEASURED,
-    Efficiencies,
     device_bytes,
     devices_of_a_token,
     efficiencies,
@@ -181,9 +182,48 @@ def test_a_device_without_fp8_computes_in_bf16(llama_70b: ModelSpec) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("device", ["h100-sxm", "b200-sxm", "mi300x"])
 def test_no_share_is_above_one(engine: str, device: str) -> None:
-    for field in dataclasses.fields(Efficiencies):
-        value = getattr(efficiencies(engine, device), field.name)
-        assert 0 < value <= (2.0 if field.name == "fp4_grouped_factor" else 1.0), field.name
+    for name in FITTED:
+        value = getattr(efficiencies(engine, device), name)
+        assert 0 < value <= (2.0 if name == "fp4_grouped_factor" else 1.0), name
+
+
+def test_a_host_that_overlaps_adds_less_than_its_time(llama_70b: ModelSpec) -> None:
+    step = one_pass(llama_70b, "fp8", 1.0, Placement(8), H100, decoding=256, context=1000)
+    rates = efficiencies("sglang", "h100-sxm")
+    device_s, host_s = step.device_s(rates), step.around_s(rates)
+    assert max(device_s, host_s) < step.seconds(rates) < device_s + host_s
+    assert step.host_s(rates) == pytest.approx(step.seconds(rates) - device_s)
+    apart = dataclasses.replace(rates, host_edge=1.0)
+    assert step.seconds(apart) == device_s + host_s
+    assert step.host_s(apart) == host_s
+
+
+def test_tensor_parallel_leaves_tiles_of_latent_attention_unfilled(assets: Path) -> None:
+    """128 heads are 64 or more on up to two devices; a 16th of them would be 8, and takes a tile of 64."""
+    spec = read_spec(assets / "configs/hf/deepseek-ai--DeepSeek-V3_config.json")
+
+    def flops(tensor: int) -> float:
+        return one_pass(spec, "fp8", 2.0, Placement(tensor), H100, decoding=8, context=4000).cache.flops
+
+    assert flops(1) == pytest.approx(2 * flops(2))
+    assert flops(2) == flops(4) == flops(8)
+
+
+def test_an_indexer_scores_all_keys_and_attends_latently_to_what_it_chose(assets: Path) -> None:
+    spec = read_spec(assets / "configs/hf/zai-org--GLM-5_config.json")
+    (kind, _), *_ = layer_kinds(spec)
+    assert kind.top_keys is not None
+    assert kind.latent_dim is not None
+    step = one_pass(spec, "fp8", 2.0, Placement(), H100, decoding=1, context=9000)
+    attended = kind.decode_flops_per_key * kind.top_keys
+    assert step.cache.flops == pytest.approx(spec.n_layers * (attended + kind.index_flops_per_key * 9000))
+    short, long = (
+        one_pass(spec, "fp8", 2.0, Placement(), H100, prompt_tokens=n).prompts.flops for n in (kind.top_keys, 4 * kind.top_keys)
+    )
+    pairs = kind.top_keys**2 / 2
+    assert short == pytest.approx(spec.n_layers * pairs * (kind.flops_per_key + kind.index_flops_per_key))
+    read = 4 * kind.top_keys**2 - pairs  # of each query top_keys at most
+    assert long == pytest.approx(spec.n_layers * (read * kind.decode_flops_per_key + 16 * pairs * kind.index_flops_per_key))
 
 
 def test_unknown_engines_and_schemes_are_refused(llama_70b: ModelSpec) -> None:

@@ -12,6 +12,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import OFFLOAD_BLOCK
 from twostroke.core.spec import ModelSpec
+from twostroke.core.units import GIB
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.datasheet_rates import product_s
 from twostroke.planner.training.layout import Layout
@@ -37,6 +38,7 @@ def plan(layout: Layout = FSDP, hardware: str = "h100", **changes: object) -> Tr
         ({"gradient_bits": 8}, "gradients sent in 8 bits"),
         ({"checkpointing": "selective_op"}, "recomputation selective_op"),
         ({"dtype": "mxfp8"}, "training in mxfp8"),
+        ({"logits": "listed"}, "listed logits"),
     ],
 )
 def test_an_option_that_our_trainer_lacks_is_planned_only(changes: dict[str, object], words: str) -> None:
@@ -65,6 +67,25 @@ def test_activations_that_wait_on_the_host_leave_the_device_and_take_the_slot() 
     (traffic,) = (t for t in there.traffic if t.parallel == "host")
     assert traffic.seconds > 0
     assert there.step_time_s >= here.step_time_s
+
+
+def test_listed_logits_are_held_in_the_working_type_with_a_chunk_more() -> None:
+    """Nothing else is as large as the loss of an adapter's run without checkpointing, whose head is frozen."""
+    chunked, listed, whole = (
+        plan(Layout(), method="lora", logits=logits).memory_bytes["loss"] for logits in ("chunked", "listed", "whole")
+    )
+    assert listed == pytest.approx(SHAPE.sequence_length * LLAMA_8B.vocab_size * 2 * 9 / 8)
+    assert chunked < listed < whole
+
+
+@pytest.mark.parametrize(("changes", "gib"), [({}, 23.1), ({"offload_activations": "cpu"}, 21.8)])
+def test_torchtunes_peaks_of_optimizers_in_backward(changes: dict[str, str], gib: float) -> None:
+    """Llama 3.2 3B on an A100, 2×4096, compiled, checkpointing, chunks of listed logits: torchtune's README, 2024-11, rows that
+    benchmarks/planner/training_published does not have. Offloading takes what all layers keep from the peak, the loss."""
+    spec = ModelSpec("llama", 128_256, 28, 3072, 24, 8, 128, 8192, 131_072, tied_embeddings=True)
+    shape = TrainingShape(2, 4096, dtype="pure_bf16", checkpointing="full", logits="listed", optimizer_in_backward=True)
+    planned = plan_training(spec, dataclasses.replace(shape, **changes), load_hardware("a100-sxm-80gb"))  # type: ignore[arg-type]
+    assert planned.peak_memory_bytes / GIB == pytest.approx(gib, rel=0.015)
 
 
 def test_an_optimizer_on_the_host_holds_nothing_on_the_device_and_is_slow() -> None:

@@ -14,9 +14,11 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices, layer_kinds
 from twostroke.core.rates import BlockRates, Process, TrainingRates
 from twostroke.core.recipe import LoraRecipe, ModelRecipe, TrainRecipe
+from twostroke.core.spec import MoeSpec
 from twostroke.core.train_settings import TrainSettings
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import Layout
 from twostroke.planner.training.passes import matrices_of, newton_schulz
 from twostroke.planner.training.plan import TrainingPlan, plan_training, steps_for_budget
 from twostroke.planner.training.shape import TrainingShape
@@ -143,6 +145,39 @@ def test_more_work_never_takes_less(batch: int, length: int, optimizer: str, com
     ):
         assert bigger.step_time_s > small.step_time_s
         assert bigger.peak_memory_bytes >= small.peak_memory_bytes  # rows beyond those computed at once wait
+
+
+def test_a_cpu_moves_biased_outputs_and_routed_rows_once_more() -> None:
+    shape, ideal = TrainingShape(), ideal_machine()
+    plain, biased = (plan_training(small_llama(qkv_bias=bias), shape, ideal) for bias in (False, True))
+    outputs = next(x.n for x in block_matrices(small_llama()) if x.name == "qkv")
+    written = small_llama().n_layers * 8192 * outputs * 2 / 1e11  # bf16 at 100 GB/s
+    assert seconds(biased.forward, "attention") - seconds(plain.forward, "attention") == pytest.approx(2 * written)
+    assert seconds(biased.backward, "attention") - seconds(plain.backward, "attention") == pytest.approx(written)
+    one, two = (small_llama(family="mixtral", moe=MoeSpec(8, n, 704 // n)) for n in (1, 2))  # as many operations
+    rows = one.n_layers * 8192 * one.d_model * 2 / 1e11
+    passes = [plan_training(spec, shape, ideal) for spec in (one, two)]
+    for direction, moves in (("forward", 5), ("backward", 7)):
+        more = [seconds(getattr(plan, direction), "mlp") for plan in passes]
+        assert more[1] - more[0] == pytest.approx(moves * rows, rel=0.05)
+
+
+def test_ranks_that_share_a_machine_have_equal_parts_of_it() -> None:
+    spec, hardware, shape = small_llama(), calibrated(), TrainingShape(steps=10)
+    one = plan_training(spec, dataclasses.replace(shape, grad_accumulation=2), hardware)
+    two = plan_training(spec, shape, hardware, Layout(data=2, sharing=2))
+    assert two.forward_s == pytest.approx(one.forward_s)  # as many micro-batches, each in twice the time
+    assert two.backward_s == pytest.approx(one.backward_s)
+    assert two.tokens_per_step == one.tokens_per_step
+    assert two.mfu / one.mfu == pytest.approx(one.step_time_s / two.step_time_s)  # of one machine's peak
+    assert two.room_bytes == hardware.memory_bytes / 2
+    assert two.cost is not None
+    assert two.cost.n_devices == 1
+    apart = plan_training(spec, shape, hardware, Layout(data=2))
+    assert two.optimizer_s == pytest.approx(2 * apart.optimizer_s)  # each updates all
+    assert apart.cost is not None
+    assert apart.cost.n_devices == 2
+    assert plan_training(spec, shape, hardware, Layout(data=4, sharing=2)).layout.n_whole == 2
 
 
 def test_a_budget_becomes_steps_that_fit_in_it() -> None:

@@ -26,7 +26,8 @@ from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.load import load_any_state
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import SchedulerConfig
 
 INTEGERS, WEIGHT_ONLY = Crossovers(int8_weight_only_max_macs=0), Crossovers(int8_weight_only_max_macs=1e12)
 

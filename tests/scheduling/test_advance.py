@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import Scheduler, SchedulerConfig
+from twostroke.scheduling.steady import SteadyScheduler
+from twostroke.scheduling.step import SchedulerConfig
 
 
 def config(n_pages: int, window: int | None = None, prefix_cache: bool = True) -> SchedulerConfig:
@@ -27,17 +28,18 @@ def drawn(seed: int, n: int) -> list[Request]:
     return made
 
 
-def state(scheduler: Scheduler) -> object:
+def state(scheduler: SteadyScheduler) -> object:
     """With it, what would be evicted first: ended requests give their pages back in turn."""
     rows = [
         (r.id, r.n_computed, len(r.tokens), len(r.pages), r.slot, r.account and r.account.served) for r in scheduler.decoding
     ]
     pool = scheduler.pool
     oldest_first = [pool.tree._entry_of[page] for page in pool._cached]
-    return rows, oldest_first, scheduler.n_waiting, pool.n_used, scheduler.n_preemptions, scheduler.n_prefix_hit_tokens
+    counts = scheduler.n_waiting, pool.n_used, scheduler.n_preemptions, scheduler.admission.n_prefix_hit_tokens
+    return rows, oldest_first, counts
 
 
-def one_step(scheduler: Scheduler) -> list[Request]:
+def one_step(scheduler: SteadyScheduler) -> list[Request]:
     step = scheduler.schedule()
     return scheduler.update(step, [int(r.id) if step.samples(i) else None for i, r in enumerate(step.requests)])
 
@@ -47,7 +49,7 @@ def one_step(scheduler: Scheduler) -> list[Request]:
 def test_advancing_equals_so_many_rounds_of_schedule_and_update(
     seed: int, n_pages: int, window: int | None, prefix_cache: bool
 ) -> None:
-    at_once, one_by_one = (Scheduler(config(n_pages, window, prefix_cache)) for _ in range(2))
+    at_once, one_by_one = (SteadyScheduler(config(n_pages, window, prefix_cache)) for _ in range(2))
     for scheduler in (at_once, one_by_one):
         for request in drawn(seed, 14):
             scheduler.add(request)
@@ -62,7 +64,7 @@ def test_advancing_equals_so_many_rounds_of_schedule_and_update(
 
 
 def test_no_step_is_foretold_while_a_prompt_is_under_way_or_might_be_admitted() -> None:
-    scheduler = Scheduler(config(40))
+    scheduler = SteadyScheduler(config(40))
     assert scheduler.steady_steps() == 0
     first, second = drawn(1, 2)
     scheduler.add(first)
@@ -75,25 +77,25 @@ def test_no_step_is_foretold_while_a_prompt_is_under_way_or_might_be_admitted() 
 
 
 def test_no_step_is_foretold_of_an_answer_that_a_token_may_end() -> None:
-    scheduler = Scheduler(config(40))
+    scheduler = SteadyScheduler(config(40))
     scheduler.add(Request("1", [1, 2], SamplingParams(max_tokens=20), eos_token_ids=(5,)))
     one_step(scheduler)
     assert scheduler.steady_steps() == 0
 
 
 def test_without_a_prefix_cache_nothing_is_found_again() -> None:
-    scheduler = Scheduler(config(40, prefix_cache=False))
+    scheduler = SteadyScheduler(config(40, prefix_cache=False))
     for name in ("1", "2"):
         scheduler.add(Request(name, [7] * 20, SamplingParams(max_tokens=1, ignore_eos=True)))
         while scheduler.has_work:
             one_step(scheduler)
-    assert scheduler.n_prefix_hit_tokens == 0
+    assert scheduler.admission.n_prefix_hit_tokens == 0
     assert scheduler.pool.n_cached == 0
 
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_all_pages_come_back(window: int | None) -> None:
-    scheduler = Scheduler(config(30, window))
+    scheduler = SteadyScheduler(config(30, window))
     for request in drawn(5, 10):
         scheduler.add(request)
     taken = 0

@@ -14,7 +14,8 @@ from twostroke.core.errors import CapacityError, InputError
 from twostroke.scheduling.beams import Beam, BeamSearch
 from twostroke.scheduling.request import Request, Status
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 END = 0
 
@@ -223,12 +224,12 @@ class Walk:
         for request in holders:
             for page in request.pages:
                 held[page] += page >= 0
-        for page in self.scheduler._sources:  # until what begins alike is copied
+        for page in self.scheduler.admission.sources:  # until what begins alike is copied
             held[page] += 1
         assert held == pool.references
         running = {r for r in holders if r.slot >= 0}
         slots = [r.slot for r in running] + [slot for beams in self.scheduler.searching for slot in beams.slots]
-        assert sorted(slots + self.scheduler._slots) == list(range(self.config.max_running))
+        assert sorted(slots + self.scheduler.admission.slots) == list(range(self.config.max_running))
 
     def _finish(self) -> None:
         if self.step is not None:
@@ -241,7 +242,7 @@ class Walk:
         assert not self.scheduler.has_work
         assert self.scheduler.pool.n_used == 0
         assert self.scheduler.n_running == self.scheduler.n_waiting == len(self.scheduler.searching) == 0
-        assert len(self.scheduler._slots) == self.config.max_running
+        assert len(self.scheduler.admission.slots) == self.config.max_running
         assert len(self.scheduler._accounts) == 0
 
 

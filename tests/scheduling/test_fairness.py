@@ -11,9 +11,11 @@ import pytest
 from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS
 from twostroke.scheduling import page_lists
 from twostroke.scheduling.accounts import Account
+from twostroke.scheduling.admission import MOST_PASSED
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import MOST_PASSED, ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
 
 

@@ -15,7 +15,8 @@ from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS, QUIET_STEPS
 from twostroke.scheduling.pace import Pace, StepCosts
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 PAGE = 4
 ROWS = (1, 8, 64, 512)

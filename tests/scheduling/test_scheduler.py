@@ -13,7 +13,8 @@ from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.scheduling import page_lists
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 EOS = 2
 
@@ -84,7 +85,7 @@ def test_the_known_prefix_is_not_computed_again_whole_pages_are_shared_and_the_l
     assert s.pool.references[known[2]] == 1  # until it is copied
     s.update(step, [7])
     assert s.pool.references[known[2]] == 0
-    assert s.n_prefix_hit_tokens == 10
+    assert s.admission.n_prefix_hit_tokens == 10
 
 
 def test_a_prompt_that_parts_within_a_page_takes_over_what_comes_before() -> None:
@@ -105,7 +106,7 @@ def test_nothing_is_copied_that_would_leave_too_few_pages() -> None:
     run_all(s)
     s.add(request("b", [100, 101, 102, 103, 104, *[9] * 6], max_tokens=1))
     run_all(s)
-    assert s.n_prefix_hit_tokens == 4
+    assert s.admission.n_prefix_hit_tokens == 4
 
 
 def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
@@ -324,11 +325,11 @@ def test_a_decision_at_256_running_requests_costs_at_most_100_microseconds() -> 
 
 def hits_of(scheduler: Scheduler, client: str, prompt: list[int]) -> int:
     """Tokens of ``prompt`` that ``client`` finds computed."""
-    before = scheduler.n_prefix_hit_tokens
-    name = f"{client}-{scheduler.n_prompt_tokens}"
+    before = scheduler.admission.n_prefix_hit_tokens
+    name = f"{client}-{scheduler.admission.n_prompt_tokens}"
     scheduler.add(Request(name, prompt, SamplingParams(max_tokens=3), client=client))
     run_all(scheduler)
-    return scheduler.n_prefix_hit_tokens - before
+    return scheduler.admission.n_prefix_hit_tokens - before
 
 
 def test_prefixes_of_another_client_are_not_found_where_they_are_kept_apart() -> None:
@@ -341,7 +342,7 @@ def test_prefixes_of_another_client_are_not_found_where_they_are_kept_apart() ->
     apart.add(forked)
     apart.add(Request("g", prompt, SamplingParams(max_tokens=3), fork_of=forked))
     run_all(apart)  # answers to one prompt share it all the same
-    assert apart.n_prefix_hit_tokens == 60 + 20 + 20
+    assert apart.admission.n_prefix_hit_tokens == 60 + 20 + 20
 
 
 def test_prompts_to_be_scored_share_the_rows_of_a_step_and_others_the_rest_of_its_budget() -> None:

@@ -17,7 +17,8 @@ from twostroke.scheduling.beams import Beams
 from twostroke.scheduling.pace import Pace, StepCosts
 from twostroke.scheduling.request import Request, Status
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 TOKENS = st.integers(0, 2)  # a small alphabet, so that prefixes are shared often
 
@@ -216,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         begun = {r.id: r.weights for r in self.scheduler.requests.values() if r.status is Status.RUNNING or r.n_preemptions}
         self.scheduler.change_weights(weights, carry_on)
         if self.below is not None:
-            self.below = self.scheduler.lower = self.belows.setdefault(weights, Below(self))
+            self.below = self.scheduler.admission.lower = self.belows.setdefault(weights, Below(self))
         for request in self.scheduler.requests.values():
             if carry_on:
                 assert request.weights == weights
@@ -285,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompts = list(zip(step.requests, step.counts, strict=True))[step.n_decodes :]
         n_scored = sum(n for request, n in prompts if request.params.prompt_logprobs is not None)
         assert self.config.scored_rows is None or n_scored <= self.config.scored_rows
-        SchedulerMachine.n_begun += len(scheduler._sources)
+        SchedulerMachine.n_begun += len(scheduler.admission.sources)
         read = [list(self.cache[source]) for source, _ in step.copies]  # all are read before any is written
         for (source, target), content in zip(step.copies, read, strict=True):
             assert scheduler.pool.references[source] or source in {told for _, told in step.copies}
@@ -377,7 +378,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page in request.pages:
                 if page >= 0:
                     holders[page] += 1
-        for source in self.scheduler._sources:
+        for source in self.scheduler.admission.sources:
             holders[source] += 1
         assert [holders[i] for i in range(pool.n_pages)] == pool.references
         assert pool.n_used == sum(n > 0 for n in pool.references)
@@ -400,7 +401,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         assert self.scheduler.pool.n_used == 0
         assert self.scheduler.n_running == self.scheduler.n_waiting == len(self.scheduler.searching) == 0
-        assert len(self.scheduler._slots) == self.config.max_running
+        assert len(self.scheduler.admission.slots) == self.config.max_running
         assert len(self.scheduler._accounts) == 0
 
 
@@ -434,7 +435,7 @@ def _run(max_examples: int, step_count: int) -> None:
 def test_no_page_is_lost_or_shared_wrongly() -> None:
     # How often each thing happens depends on what else is imported, because Hypothesis also draws the numbers that stand in our
     # modules: what is rare may come only with longer walks.
-    for step_count in (30, 40, 50, 60):
+    for step_count in (30, 40, 50, 60, 80, 100, 120):
         _run(max_examples=150, step_count=step_count)
         drafts = SchedulerMachine.n_right, SchedulerMachine.n_wrong, SchedulerMachine.n_rolled_back
         found = SchedulerMachine.n_restored, SchedulerMachine.n_begun, SchedulerMachine.n_mixed

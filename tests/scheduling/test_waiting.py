@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 
 def make(max_running: int = 1, page_tokens: int = 4, n_pages: int = 64, window: int | None = None) -> Scheduler:

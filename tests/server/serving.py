@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from twostroke.server.token_stream import TokenStream
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
@@ -115,3 +118,39 @@ def real_server(model: Path, home: Path, options: Sequence[str] = (), name: str 
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def serve_command(model: Path, home: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`twostroke serve MODEL --json`, and the address that it announces. It must end well on SIGTERM."""
+    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json", *options]
+    with (home / "stderr").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home))
+    try:
+        assert process.stdout is not None
+        text = ""
+        for line in process.stdout:
+            text += line
+            with contextlib.suppress(ValueError):
+                json.loads(text)
+                break
+        assert text, (home / "stderr").read_text()
+        yield process, json.loads(text)["url"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def tokens_of(stream: TokenStream, wake: asyncio.Event) -> list[int]:
+    found: list[int] = []
+    async with asyncio.timeout(40):
+        while True:
+            await wake.wait()
+            wake.clear()
+            for delta in stream.take():
+                found += delta.token_ids
+                if delta.finish_reason is not None:
+                    return found

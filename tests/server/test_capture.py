@@ -175,7 +175,7 @@ class Answered:
 
 
 def deltas(text: str) -> list[Any]:
-    from twostroke.server.service import TextDelta
+    from twostroke.server.generation import TextDelta
 
     return [TextDelta(0, text, [1], None, None), TextDelta(0, ".", [2], None, "stop")]
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import echo_engine
 import pytest
+from serving import tokens_of
 
 from twostroke.core.errors import CapacityError, EngineError, InputError
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.server import engine_client, wire
-from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError, SlowReaderError
+from twostroke.server import token_stream, wire
+from twostroke.server.engine_client import EngineClient, EngineLostError, NotReadyError
 from twostroke.server.launch import launch_engine
+from twostroke.server.token_stream import SlowReaderError
 
 ECHO = [sys.executable, str(Path(__file__).with_name("echo_engine.py"))]
 
@@ -40,14 +42,7 @@ async def client_of(*options: str, **timeouts: float) -> AsyncIterator[EngineCli
 async def read(client: EngineClient, prompt: list[int], **params: Any) -> list[int]:
     wake = asyncio.Event()
     (stream,) = client.submit(prompt, SamplingParams(**params), wake)
-    found: list[int] = []
-    while True:
-        await wake.wait()
-        wake.clear()
-        for delta in stream.take():
-            found += delta.token_ids
-            if delta.finish_reason is not None:
-                return found
+    return await tokens_of(stream, wake)
 
 
 def pid_of(client: EngineClient) -> int:
@@ -184,7 +179,7 @@ def test_a_step_that_hangs_makes_it_unready_and_then_ends_it() -> None:
 
 
 def test_a_reader_that_never_reads_is_cut_off_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_PENDING_BYTES", 20_000)
+    monkeypatch.setattr(token_stream, "MAX_PENDING_BYTES", 20_000)
 
     async def scenario() -> None:
         async with client_of("--step-s", "0") as client:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from serving import environment
+from serving import serve_command
 
 from real_model import greedy_reference, make_model
 from twostroke.data.tokenizer import load_tokenizer
@@ -56,25 +54,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
     model = make_model(directory / "tiny")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--dtype", "fp32", "--json"]
-    with (directory / "stderr").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(directory))
-    try:
-        assert process.stdout is not None
-        text = ""
-        for line in process.stdout:
-            text += line
-            with contextlib.suppress(ValueError):
-                json.loads(text)
-                break
-        assert text, (directory / "stderr").read_text()
-        yield Server(process, json.loads(text)["url"], model)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with serve_command(model, directory, "--dtype", "fp32") as (process, url):
+        yield Server(process, url, model)
 
 
 def test_a_greedy_completion_is_the_decoders_own(server: Server) -> None:

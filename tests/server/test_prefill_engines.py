@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import tokens_of
 
 from small_models import saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import engine_client
-from twostroke.server.engine_client import TokenStream
 from twostroke.server.launch import ServeSettings
 from twostroke.server.prefill import DecodingEngine
 
@@ -44,18 +44,6 @@ def joint(model: Path, prompts: list[list[int]]) -> list[list[int]]:
         for event in core.step():
             found[event.request_id] += event.token_ids
     return list(found.values())
-
-
-async def tokens_of(stream: TokenStream, wake: asyncio.Event) -> list[int]:
-    found: list[int] = []
-    async with asyncio.timeout(40):
-        while True:
-            await wake.wait()
-            wake.clear()
-            for delta in stream.take():
-                found += delta.token_ids
-                if delta.finish_reason is not None:
-                    return found
 
 
 async def answers(engine: DecodingEngine, prompts: list[list[int]]) -> list[list[int]]:

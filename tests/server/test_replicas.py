@@ -14,13 +14,15 @@ from typing import Any
 
 import echo_engine
 import pytest
+from serving import tokens_of
 
 from twostroke.core.errors import InputError
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import engine_client, replicas
-from twostroke.server.engine_client import EngineLostError, NotReadyError, TokenStream
+from twostroke.server.engine_client import EngineLostError, NotReadyError
 from twostroke.server.launch import launch_engine, shares
 from twostroke.server.replicas import Replica, Replicas
+from twostroke.server.token_stream import TokenStream
 
 ECHO = [sys.executable, str(Path(__file__).with_name("echo_engine.py"))]
 
@@ -41,18 +43,6 @@ async def replicas_of(n: int, *options: str, **settings: Any) -> AsyncIterator[R
     finally:
         found.close()
         await task
-
-
-async def tokens_of(stream: TokenStream, wake: asyncio.Event) -> list[int]:
-    found: list[int] = []
-    async with asyncio.timeout(30):
-        while True:
-            await wake.wait()
-            wake.clear()
-            for delta in stream.take():
-                found += delta.token_ids
-                if delta.finish_reason is not None:
-                    return found
 
 
 def ask(engines: Replicas, prompt: list[int], whole: bool = False, **params: Any) -> tuple[TokenStream, asyncio.Event]:

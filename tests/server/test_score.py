@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import json
 import math
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import environment
+from serving import serve_command
 
 from real_model import make_model
 from twostroke.cli.main import main
@@ -104,25 +101,8 @@ def test_the_route_is_described(web: httpx.Client) -> None:
 
 @contextlib.contextmanager
 def serving(model: Path, home: Path, *options: str) -> Iterator[httpx.AsyncClient]:
-    command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0", "--json", *options]
-    with (home / "stderr").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(home))
-    try:
-        assert process.stdout is not None
-        text = ""
-        for line in process.stdout:
-            text += line
-            with contextlib.suppress(ValueError):
-                json.loads(text)
-                break
-        assert text, (home / "stderr").read_text()
-        yield httpx.AsyncClient(base_url=json.loads(text)["url"], timeout=30, trust_env=False)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with serve_command(model, home, *options) as (_, url):
+        yield httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
 
 
 @pytest.mark.skipif(library() is None, reason=why_absent())

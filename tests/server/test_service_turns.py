@@ -17,12 +17,12 @@ from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import protocol, wire
 from twostroke.server.admission import Admission
 from twostroke.server.callers import Caller
-from twostroke.server.engine_client import TokenStream
-from twostroke.server.engine_process import EngineServer
+from twostroke.server.engine_server import EngineServer
 from twostroke.server.errors import ApiError
 from twostroke.server.keys import ApiKeys
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
+from twostroke.server.token_stream import TokenStream
 
 
 class RecordingClient:

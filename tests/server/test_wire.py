@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
-from twostroke.server.engine_process import _in_frames
+from twostroke.server.outgoing import in_frames
 
 COMMANDS = [
     wire.Add("r1", [1, 2, 3], SamplingParams(temperature=0.5, seed=7, stop=("a", "b"), logprobs=3)),
@@ -81,11 +81,11 @@ def test_whatever_a_step_brings_travels_in_frames_of_bounded_size(n_deltas: int,
     """Every number in its longest encoding."""
     entry = wire.TokenLogprobs(-1e300, [(2**33, -1e300)] * n_top)
     if n_deltas == 1:
-        parts = list(_in_frames([entry] * n_scores))
+        parts = list(in_frames([entry] * n_scores))
         frames = [[wire.TokenDelta("r" * 20, [], prompt_logprobs=part)] for part in parts]
         assert sum(map(len, parts)) == n_scores
     else:
-        frames = list(_in_frames([wire.TokenDelta("r" * 20, [2**33], [entry] * n_scores or None, "length", 127)] * n_deltas))
+        frames = list(in_frames([wire.TokenDelta("r" * 20, [2**33], [entry] * n_scores or None, "length", 127)] * n_deltas))
         assert sum(map(len, frames)) == n_deltas
     assert max(len(wire.encode(wire.Tokens(frame))) for frame in frames) < wire.MAX_FRAME_BYTES / 4
     assert len(frames) < 400

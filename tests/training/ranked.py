@@ -137,6 +137,20 @@ def furthest(found: TrainRecipe, wanted: TrainRecipe) -> tuple[float, float]:
     return loss, weight
 
 
+def assert_close_to_one_rank(
+    runner: RankRunner, recipe: TrainRecipe, n: int, parallel: dict[str, Any], limits: tuple[float, float]
+) -> None:
+    """``limits``: of ``furthest``."""
+    alone = laid_out(recipe, "alone")
+    train(alone)
+    several = laid_out(recipe, "several", **parallel)
+    answers = runner.train(n, several)
+    assert [kind for kind, *_ in answers] == ["done"] * n, answers
+    loss, weight = furthest(several, alone)
+    assert loss < limits[0], (loss, weight)
+    assert weight < limits[1], (loss, weight)
+
+
 def assert_bits_of_one_rank(runner: RankRunner, recipe: TrainRecipe, layouts: list[tuple[int, dict[str, Any]]]) -> None:
     """Ranks of each of ``layouts`` leave what one rank leaves, and the same model file."""
     torch.set_num_threads(1)

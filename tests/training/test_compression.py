@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranked import RankRunner, values_of
 
-from twostroke.core.compressions import COMPRESSIONS, factored_elements, low_rank_elements
+from twostroke.core.compressions import COMPRESSIONS, factored_elements
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_row(runner: RankRunner, name: str) -> None:
     way = COMPRESSIONS[name]
     if way.low_rank:
         assert factored_elements(shapes[0], 4) == 4 * 73
-        assert sent == 4 * low_rank_elements(shapes, 4)
+        assert sent == 4 * sum(factored_elements(shape, 4) or torch.Size(shape).numel() for shape in shapes)
     else:
         own = -(-elements // (n * way.multiple)) * way.multiple
         assert sent == 2 * (n - 1) * own * way.bytes_per_element
@@ -181,14 +181,15 @@ def test_runs_learn_as_without_and_send_what_is_planned(make_recipe: Any, runner
         assert found[name] != found["none"]
 
 
-def planned_bytes(recipe: TrainRecipe) -> float:
-    """What the plan of two replicas says that a rank sends in a step, on any machine."""
+def planned_bytes(recipe: TrainRecipe, replicas: int = 2) -> float:
+    """What the plan of so many replicas says that a rank sends in a step, on any machine."""
     assert recipe.parallel is not None
-    recipe = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, data=2))
+    recipe = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, data=replicas))
     resolved = json.loads((Path(recipe.output) / "recipe.json").read_text())["resolved"]
     shape = TrainingShape.from_recipe(recipe)
     hardware = load_hardware("h100-sxm", "train")
-    plan = plan_training(ModelSpec.from_dict(resolved["spec"]), shape, hardware, layout_of(recipe.parallel))
+    spec = ModelSpec.from_dict(resolved["spec"])
+    plan = plan_training(spec, shape, hardware, layout_of(recipe.parallel, spec))
     return sum(traffic.sent_bytes for traffic in plan.traffic)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,14 @@ import torch
 from ranked import RankRunner, values_of
 from test_compression import BIG, end_of, laid_out, load_last, planned_bytes, sent_of
 
+from twostroke.core.errors import ConfigError
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.recipe import TrainRecipe
+from twostroke.core.spec import ModelSpec
+from twostroke.planner.hardware.tables import load_hardware
+from twostroke.planner.training.layout import Layout
+from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.diloco import fragments_of
 from twostroke.training.start import train
@@ -64,7 +73,150 @@ def test_outer_steps_are_those_of_the_formula(make_recipe: Any, runner: RankRunn
         assert (weight.double().numpy() == answers[0][-1][3][name]).all()
 
 
-@pytest.mark.parametrize("parallel", [{"outer_every": 3}, {"outer_every": 4, "fragments": 2, "compress": "int4"}])
+def _stepped(ranks: Any, recipe: TrainRecipe) -> Any:
+    """(inner weights before, inner and outer weights after, fragments under way) of each step, and of the run's end."""
+    from twostroke.training.diloco import LocalMasters
+
+    originals, seen = (LocalMasters.took_step, LocalMasters.finish_run), []
+
+    def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: tensor.double().numpy().copy() for name, tensor in tensors.items()}
+
+    def watch(original: Any) -> Any:
+        def watched(self: Any) -> None:
+            before = copied(self.weights)
+            original(self)
+            seen.append((before, copied(self.weights), copied(self.outer), sorted(self._under_way)))
+
+        return watched
+
+    LocalMasters.took_step, LocalMasters.finish_run = map(watch, originals)  # type: ignore[method-assign]
+    train(recipe, ranks=ranks)
+    return seen
+
+
+class Overlapped:
+    """Exchanges of fragments ``names`` every 4 steps, which come in 3 later, by the formulas in float64."""
+
+    def __init__(self, names: list[list[str]], outer: dict[str, Any], mixing: float) -> None:
+        self.names, self.outer, self.mixing = names, outer, mixing
+        self.momentum = dict.fromkeys(outer, 0.0)
+        self.since = [4 * number // len(names) for number in range(len(names))]
+        self.begun: dict[int, dict[str, Any]] = {}
+
+    def step(self, replicas: list[dict[str, Any]]) -> None:
+        """Follow a step that came to the weights of ``replicas``, which are moved."""
+        self.since = [steps + 1 for steps in self.since]
+        for number, steps in enumerate(self.since):
+            if steps == 4:
+                self.since[number], self.begun[number] = 0, self._changed(number, replicas)
+        for number in [number for number in self.begun if self.since[number] == 3]:
+            self._take_in(number, self.begun.pop(number), self.mixing, replicas)
+
+    def end(self, replicas: list[dict[str, Any]]) -> None:
+        for number in list(self.begun):
+            self._take_in(number, self.begun.pop(number), self.mixing if self.since[number] else 0.0, replicas)
+        for number, steps in enumerate(self.since):
+            if steps:
+                self._take_in(number, self._changed(number, replicas), 0.0, replicas)
+
+    def _changed(self, number: int, replicas: list[dict[str, Any]]) -> dict[str, Any]:
+        return {name: self.outer[name] - sum(own[name] for own in replicas) / len(replicas) for name in self.names[number]}
+
+    def _take_in(self, number: int, delta: dict[str, Any], mixing: float, replicas: list[dict[str, Any]]) -> None:
+        for name in self.names[number]:
+            self.momentum[name] = 0.9 * self.momentum[name] + delta[name]
+            self.outer[name] = self.outer[name] - 0.7 * (delta[name] + 0.9 * self.momentum[name])
+            for own in replicas:
+                own[name] = mixing * own[name] + (1 - mixing) * self.outer[name]
+
+
+@pytest.mark.parametrize(("fragments", "steps"), [(1, 11), (1, 12), (2, 11)])
+def test_what_is_under_way_comes_in_by_the_formula(make_recipe: Any, runner: RankRunner, fragments: int, steps: int) -> None:
+    """With 12 steps the last exchange begins at the end, and with two fragments both are under way at once."""
+    recipe = make_recipe("run", dtype="fp32", steps=steps, grad_accumulation=2, learning_rate=3e-3)
+    several = laid_out(recipe, "overlap", outer_every=4, fragments=fragments, outer_overlap=3, outer_mixing=0.25)
+    answers = [what for _, what, _ in runner.call(_stepped, 2, several)]
+    shapes, outer = {k: v.shape for k, v in answers[0][0][0].items()}, answers[0][0][2]  # nothing comes in at the first step
+    reference = Overlapped(fragments_of(shapes, fragments), dict(outer), 0.25)
+    for number, seen in enumerate(zip(*answers, strict=True), 1):
+        replicas = [dict(before) for before, *_ in seen]
+        (reference.step if number <= steps else reference.end)(replicas)
+        for (_, after, outer, under_way), wanted in zip(seen, replicas, strict=True):
+            assert under_way == sorted(reference.begun)
+            for name in shapes:
+                assert (outer[name] == seen[0][2][name]).all()  # the same on all ranks
+                torch.testing.assert_close(torch.from_numpy(after[name]), torch.from_numpy(wanted[name]), rtol=0, atol=2e-6)
+                torch.testing.assert_close(
+                    torch.from_numpy(outer[name]), torch.from_numpy(reference.outer[name]), rtol=0, atol=2e-6
+                )
+    assert max(len(under_way) for *_, under_way in answers[0]) == fragments
+    for _, after, outer, under_way in (answer[-1] for answer in answers):
+        assert not under_way
+        assert all((after[name] == outer[name]).all() for name in shapes)
+
+
+def _slow(ranks: Any, recipe: TrainRecipe) -> str:
+    """Train where the second rank's exchanges begin late."""
+    from twostroke.training.diloco import LocalMasters
+
+    original = LocalMasters._summed
+
+    def late(self: Any, deltas: Any) -> Any:
+        time.sleep(0.2 * ranks.rank)
+        return original(self, deltas)
+
+    LocalMasters._summed = late  # type: ignore[method-assign]
+    return str(train(recipe, ranks=ranks).summary["weights_sha256"])
+
+
+def test_no_result_depends_on_how_long_an_exchange_takes(make_recipe: Any, runner: RankRunner) -> None:
+    recipe = make_recipe("run", dtype="bf16", steps=8, grad_accumulation=2, checkpoint_every=3)
+    ways = {"outer_every": 4, "fragments": 2, "compress": "int8", "outer_overlap": 2}
+    plain, slow = laid_out(recipe, "plain", **ways), laid_out(recipe, "slow", **ways)
+    hashes = {what for _, what, _ in (*runner.train(2, plain), *runner.call(_slow, 2, slow))}
+    assert len(hashes) == 1
+    assert end_of(slow) == end_of(plain)
+
+
+def test_plans_hide_what_is_under_way_on_cpus_alone() -> None:
+    spec = ModelSpec(
+        family="llama", vocab_size=32_000, n_layers=4, d_model=1024, n_heads=8, n_kv_heads=8, head_dim=128, d_ff=2048,
+        max_positions=2048, tied_embeddings=False,
+    )  # fmt: skip
+    shape = TrainingShape(dtype="bf16", outer_every=50)
+    for hardware, hides in ((load_hardware("h100-sxm", "train"), False), (load_hardware("epyc-9654"), True)):
+        at_once, little, all_of_it = (
+            plan_training(spec, dataclasses.replace(shape, outer_overlap=steps), hardware, Layout(data=2)).traffic[0]
+            for steps in (0, 1, 49)
+        )
+        assert at_once.exposed_s == pytest.approx(at_once.seconds)
+        assert little.sent_bytes == at_once.sent_bytes
+        assert (little.exposed_s < at_once.exposed_s) == hides
+        assert (all_of_it.exposed_s == 0) == hides
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"outer_overlap": 4}, "parallel.outer_overlap=4 must be at least 0 and less than outer_every=4"),
+        ({"outer_mixing": 1.0}, "parallel.outer_mixing=1.0 must be at least 0 and less than 1"),
+    ],
+)
+def test_what_cannot_overlap_is_a_sentence(parallel: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ParallelRecipe(**{"exact": False, "outer_every": 4} | parallel)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"outer_every": 3},
+        {"outer_every": 4, "fragments": 2, "compress": "int4"},
+        {"outer_every": 4, "fragments": 2, "compress": "int4", "outer_overlap": 3},  # both are under way at the fifth step
+    ],
+)
 def test_a_resumed_run_ends_in_the_same_bits(make_recipe: Any, runner: RankRunner, parallel: dict[str, Any]) -> None:
     """It is stopped between two exchanges, when replicas are apart."""
     recipe = make_recipe("run", dtype="bf16", steps=8, grad_accumulation=2, checkpoint_every=5)
@@ -90,14 +242,18 @@ def test_it_learns_as_data_parallel_does_and_sends_what_is_planned(make_recipe: 
     recipe = make_recipe("run", BIG, dtype="fp32", steps=48, grad_accumulation=4, learning_rate=3e-3)
     plain, apart = laid_out(recipe, "plain"), laid_out(recipe, "diloco", outer_every=4)
     streaming = laid_out(recipe, "streaming", outer_every=4, fragments=2)
-    for one in (plain, apart, streaming):
+    overlapped = laid_out(recipe, "overlapped", outer_every=4, fragments=2, outer_overlap=1)
+    for one in (plain, apart, streaming, overlapped):
         assert [kind for kind, *_ in runner.train(2, one)] == ["done"] * 2
-    wanted, found, in_turn = (
-        sum(line[1] for line in values_of(Path(one.output))[-4:]) / 4 for one in (plain, apart, streaming)
+    wanted, found, in_turn, delayed = (
+        sum(line[1] for line in values_of(Path(one.output))[-4:]) / 4 for one in (plain, apart, streaming, overlapped)
     )
     assert wanted < 0.7 * values_of(Path(plain.output))[0][1]
     assert found == pytest.approx(wanted, rel=0.1)
     assert in_turn == pytest.approx(wanted, rel=0.1)
+    assert delayed == pytest.approx(wanted, rel=0.15)
+    # The last exchange may end after the last step's line.
+    assert 0.9 * sum(sent_of(streaming)) < sum(sent_of(overlapped)) <= sum(sent_of(streaming))
     sent, streamed = sent_of(apart), sent_of(streaming)
     assert [step for step, n in enumerate(sent, 1) if n] == list(range(4, 49, 4))
     assert [step for step, n in enumerate(streamed, 1) if n] == list(range(2, 49, 2))

@@ -6,9 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
-from ranked import RankRunner, furthest, laid_out
+from ranked import RankRunner, assert_close_to_one_rank, furthest, laid_out
 
+from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.recipe import spec_from_recipe
+from twostroke.training.expert_parallel import check_expert
 from twostroke.training.start import train
 
 MIXTRAL = {"family": "mixtral", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 32, "n_experts": 4}
@@ -39,14 +42,7 @@ def test_a_run_on_several_ranks_is_close_to_one(
     make_recipe: Any, runner: RankRunner, model: Any, settings: Any, n: int, parallel: Any, limits: tuple[float, float]
 ) -> None:
     recipe = make_recipe("run", model, **{"grad_accumulation": 4, "dtype": "fp32", **settings})
-    alone = laid_out(recipe, "alone")
-    train(alone)
-    several = laid_out(recipe, "several", **parallel)
-    answers = runner.train(n, several)
-    assert [kind for kind, *_ in answers] == ["done"] * n, answers
-    loss, weight = furthest(several, alone)
-    assert loss < limits[0], (loss, weight)
-    assert weight < limits[1], (loss, weight)
+    assert_close_to_one_rank(runner, recipe, n, parallel, limits)
 
 
 def test_another_layout_resumes_a_checkpoint(make_recipe: Any, runner: RankRunner) -> None:
@@ -54,7 +50,11 @@ def test_another_layout_resumes_a_checkpoint(make_recipe: Any, runner: RankRunne
     recipe = make_recipe("run", MIXTRAL, steps=6, grad_accumulation=2, dtype="fp32", optimizer="muon")
     whole = laid_out(recipe, "whole")
     train(whole)
-    for name, first, then in (("there", (2, {"expert": 2}), (1, {})), ("back", (1, {}), (2, {"expert": 2}))):
+    for name, first, then in (
+        ("there", (2, {"expert": 2}), (1, {})),
+        ("back", (1, {}), (2, {"expert": 2})),
+        ("across", (4, {"expert": 2, "pipeline": 2}), (4, {"expert": 2, "tensor": 2})),
+    ):
         begun = laid_out(recipe, name, **first[1])
         assert runner.train(first[0], begun, stop_after=3)[0][0] == "Interrupted"
         again = dataclasses.replace(begun, parallel=ParallelRecipe(**then[1]))
@@ -72,3 +72,6 @@ def test_what_ranks_cannot_share_is_one_sentence(make_recipe: Any, runner: RankR
         answers = runner.train(2, recipe)
         assert [(kind, is_told) for kind, _, is_told in answers] == [("ConfigError", False), ("ConfigError", True)]
         assert words in answers[0][1]
+    recipe = make_recipe("run", MIXTRAL)
+    with pytest.raises(ConfigError, match=r"expert=4 · tensor=2 must divide the model's 4 experts. Use 1, 2 or 4"):
+        check_expert(recipe, spec_from_recipe(recipe.model, 40, 32), 4, 2)

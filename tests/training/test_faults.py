@@ -197,6 +197,7 @@ def test_fewer_ranks_are_taken_if_no_step_was_done() -> None:
     ("options", "sentence"),
     [
         (["--max-restarts", "1"], "--max-restarts needs --ranks N"),
+        (["--host-index", "0"], "--host-index needs --ranks N"),
         (["--ranks", "2", "--max-restarts", "-1"], "--max-restarts -1 must be at least 0"),
         (["--ranks", "2", "--min-ranks", "3"], "--min-ranks 3 must be from 1 to the 2 ranks"),
         (["--ranks", "2", "--hosts", "2"], "--rendezvous and --host-index must be given too"),

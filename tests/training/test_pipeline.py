@@ -20,6 +20,7 @@ from twostroke.training.start import train
 
 LLAMA = {"family": "llama", "n_layers": 5, "d_model": 36, "n_heads": 2, "d_ff": 52, "head_dim": 16, "dropout": 0.1}
 TIED = LLAMA | {"n_layers": 4, "tied_embeddings": True}
+GLM4_MOE = {"family": "glm4_moe", "n_layers": 3, "d_model": 32, "n_heads": 2, "d_ff": 32, "n_experts": 4}
 GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64, "dropout": 0.1}
 
 
@@ -35,8 +36,9 @@ GPT2 = {"family": "gpt2", "n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64
         (TIED, {"dtype": "bf16", "optimizer": "muon"}, [(4, {"pipeline": 2, "data": 2})]),
         (GPT2, {"dtype": "fp16", "optimizer": "sgd", "momentum": 0.0}, [(2, {"pipeline": 2})]),
         (TIED, {"dtype": "pure_bf16", "optimizer": "lamb"}, [(2, {"pipeline": 2})]),
+        (GLM4_MOE, {"dtype": "fp32", "balance_weight": 0.01, "balance_bias_rate": 0.01}, [(2, {"pipeline": 2})]),
     ],
-    ids=["llama", "tied", "muon-data", "gpt2", "pure-bf16-lamb"],
+    ids=["llama", "tied", "muon-data", "gpt2", "pure-bf16-lamb", "experts"],
 )
 def test_stages_come_to_the_bits_of_one_rank(
     make_recipe: Any, runner: RankRunner, model: dict[str, Any], settings: dict[str, Any], layouts: list[tuple[int, Any]]

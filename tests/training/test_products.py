@@ -18,7 +18,7 @@ LLAMA = {"family": "llama", "n_layers": 4, "d_model": 36, "n_heads": 2, "d_ff": 
 TIED = {"family": "llama", "n_layers": 3, "d_model": 36, "n_heads": 4, "n_kv_heads": 2, "d_ff": 52, "head_dim": 16} | {
     "tied_embeddings": True
 }
-MIXTRAL = {"family": "mixtral", "n_layers": 2, "d_model": 32, "n_heads": 2, "d_ff": 32, "n_experts": 4}
+GLM4_MOE = {"family": "glm4_moe", "n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 32, "n_experts": 4}
 EIGHT = (pytest.mark.soak,)
 
 
@@ -58,11 +58,41 @@ def test_shards_of_stages_come_to_the_bits_of_one_rank(
             (1e-5, 1e-5),
         ),
         (4, TIED, {"optimizer": "muon"}, [{"tensor": 2, "shard": 2}, {"tensor": 2, "pipeline": 2}], (1e-4, 2e-2)),
-        (4, MIXTRAL, {"balance_weight": 0.0}, [{"expert": 2, "shard": 2}, {"expert": 2, "context": 2}], (1e-5, 1e-5)),
-        (4, MIXTRAL, {"optimizer": "muon"}, [{"expert": 2, "shard": 2}], (1e-4, 2e-2)),
+        (
+            4,
+            GLM4_MOE,
+            {"balance_weight": 0.1, "balance_bias_rate": 0.01, "clip_norm": 0.1, "activation_checkpointing": "full"},
+            [
+                {"expert": 2, "shard": 2},
+                {"expert": 2, "context": 2},
+                {"expert": 2, "tensor": 2},
+                {"expert": 2, "pipeline": 2},
+            ],
+            (1e-5, 1e-5),
+        ),
+        (
+            4,
+            GLM4_MOE,
+            {"optimizer": "muon"},
+            [{"expert": 2, "shard": 2}, {"expert": 2, "tensor": 2}],
+            (1e-4, 2e-2),
+        ),
         pytest.param(8, TIED, {}, [{"tensor": 2, "pipeline": 2, "shard": 2}], (1e-5, 1e-5), marks=EIGHT),
         pytest.param(8, TIED, {"optimizer": "muon"}, [{"tensor": 2, "context": 2, "shard": 2}], (1e-4, 2e-2), marks=EIGHT),
-        pytest.param(8, MIXTRAL, {"balance_weight": 0.0}, [{"expert": 2, "context": 2, "shard": 2}], (1e-5, 1e-5), marks=EIGHT),
+        pytest.param(
+            8,
+            GLM4_MOE,
+            {"balance_weight": 0.1},
+            [
+                {"expert": 2, "context": 2, "shard": 2},
+                {"expert": 2, "tensor": 2, "pipeline": 2},
+                {"expert": 2, "tensor": 2, "shard": 2},
+                {"expert": 2, "pipeline": 2, "shard": 2},
+                {"tensor": 2, "context": 2, "pipeline": 2},
+            ],
+            (1e-5, 1e-5),
+            marks=EIGHT,
+        ),
     ],
     ids=["adamw", "muon", "experts", "experts-muon", "stages-8", "sequences-8", "experts-8"],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranked import RankRunner, end_of, furthest, laid_out
+from ranked import RankRunner, end_of, furthest, laid_out, last_checkpoint
 
 from twostroke.core.errors import ConfigError, Interrupted
 from twostroke.core.families import read_spec
@@ -102,16 +103,16 @@ def test_adapters_on_parts_of_a_base(make: Make, runner: RankRunner) -> None:
 
 
 def test_adapters_of_experts_are_where_the_experts_are(make: Make, runner: RankRunner) -> None:
-    moe = MoeSpec(4, 2, 32, n_shared_experts=1, d_shared=40, layers=(1,), shared_gate=True)
+    moe = MoeSpec(4, 2, 32, n_shared_experts=1, d_shared=32, layers=(1,), shared_gate=True)
     model = {"family": "qwen2_moe", "moe": moe, "qkv_bias": True, "n_layers": 2}
     recipes = [make(method, method, {"targets": EXPERTS}, model, dtype="fp32") for method in ("lora", "qlora")]
     alone = [laid_out(recipe, "alone") for recipe in recipes]
     for recipe in alone:
         train(recipe)
-    several = [(laid_out(recipe, "expert", expert=2), None) for recipe in recipes]
+    several = [(laid_out(recipe, axis, **{axis: 2}), None) for axis in ("expert", "tensor") for recipe in recipes]
     answers = runner.call(_train_each, 2, several)
-    assert [ends for _, ends, _ in answers] == [["done", "done"]] * 2, answers
-    for (found, _), wanted in zip(several, alone, strict=True):
+    assert [ends for _, ends, _ in answers] == [["done"] * 4] * 2, answers
+    for (found, _), wanted in zip(several, 2 * alone, strict=True):
         assert furthest(found, wanted) < (1e-5, 1e-4)
 
 
@@ -123,3 +124,16 @@ def test_what_ranks_cannot_adapt_is_one_sentence(make: Make) -> None:
         recipe = make("refused", "qlora", lora)
         with pytest.raises(ConfigError, match=words):
             check_layout(recipe, read_spec(Path(str(recipe.model.init_from))), ParallelRecipe(**parallel))
+
+
+def test_adapters_alone_are_sent_as_differences(make: Make, runner: RankRunner) -> None:
+    """The frozen base is gathered once, because nothing changes it."""
+    recipe = make("run", "qlora", {"rank": 8}, grad_accumulation=4)
+    several = laid_out(recipe, "int4", shard=2, zero=2, exact=False, compress_weights="int4")
+    assert [kind for kind, *_ in runner.train(2, several)] == ["done"] * 2
+    sent = [json.loads(line)["sent_bytes"] for line in (Path(several.output) / "log.jsonl").read_text().splitlines()]
+    held = {k: t for k, t in last_checkpoint(several).optimizer.items() if k.startswith("held::")}
+    elements = sum(t.numel() for t in held.values())
+    assert elements == sum(t.numel() for t in last_checkpoint(several).weights.values())
+    assert sent[1] == sent[2] == pytest.approx(elements * (2 * 4 + 0.5 + 1 / 128) / 2, rel=0.01)
+    assert sent[0] > 1.5 * sent[1]

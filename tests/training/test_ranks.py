@@ -18,7 +18,8 @@ import pytest
 import torch
 from ranked import RankRunner, assert_bits_of_one_rank, end_of, laid_out, values_of
 
-from twostroke.core.parallel_recipe import ParallelRecipe
+from small_models import FEATURES, SPECS
+from twostroke.core.parallel_recipe import CUTS, ParallelRecipe
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.planner.training.layout import Layout, layout_of
 from twostroke.planner.training.shape import TrainingShape
@@ -257,15 +258,18 @@ def test_a_recipe_s_layout_is_what_is_planned() -> None:
         {"model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_ff": 8}, "parallel": {"data": 2, "shard": 2}}
         | {"train": {"steps": 1, "grad_accumulation": 8}}
     )
-    assert layout_of(recipe.parallel) == Layout(data=4, zero=3)
+    dense, mixture = SPECS["llama"], FEATURES["qwen2_moe"]
+    assert layout_of(recipe.parallel, dense) == Layout(data=4, zero=3, copies=2)
     assert TrainingShape.from_recipe(recipe).grad_accumulation == 2
-    assert layout_of(None) == layout_of(ParallelRecipe()) == Layout()
-    assert layout_of(ParallelRecipe(data=2, pipeline=4)) == Layout(data=2, pipeline=4)
-    assert layout_of(ParallelRecipe(data=2, tensor=4)) == Layout(data=2, tensor=4)
-    assert layout_of(ParallelRecipe(data=2, expert=4)) == Layout(data=8, expert=4)
-    assert layout_of(ParallelRecipe(data=1, shard=2, tensor=2, pipeline=2)) == Layout(data=2, zero=3, tensor=2, pipeline=2)
-    kinds = ("shard", "pipeline", "tensor", "context", "expert")
-    products = (set(kinds[:4]), {"expert", "shard", "context"})
-    for cuts in itertools.chain.from_iterable(itertools.combinations(kinds, n) for n in range(1, 6)):
-        is_trained = any(set(cuts) <= product for product in products)
-        assert layout_of(ParallelRecipe(**dict.fromkeys(cuts, 2))).is_trained == is_trained, cuts
+    assert layout_of(None, dense) == layout_of(ParallelRecipe(), dense) == Layout()
+    stages_of_matrices = ParallelRecipe(data=1, shard=2, tensor=2, pipeline=2)
+    assert layout_of(ParallelRecipe(data=2, pipeline=4), dense) == Layout(data=2, pipeline=4)
+    assert layout_of(ParallelRecipe(data=2, tensor=4), dense) == Layout(data=2, tensor=4)
+    assert layout_of(stages_of_matrices, dense) == Layout(data=2, zero=3, tensor=2, pipeline=2)
+    assert layout_of(ParallelRecipe(data=2, expert=4), mixture) == Layout(data=8, expert=4)
+    assert layout_of(ParallelRecipe(data=2, expert=4, tensor=2), mixture) == Layout(data=8, expert=8, tensor=2)
+    for cuts in itertools.chain.from_iterable(itertools.combinations(CUTS, n) for n in range(1, 6)):
+        assert layout_of(ParallelRecipe(**dict.fromkeys(cuts, 2)), mixture).is_trained(mixture), cuts
+    cut_experts = Layout(tensor=4, expert=2)
+    assert not cut_experts.is_trained(mixture)
+    assert cut_experts.is_trained(dense)

@@ -9,7 +9,7 @@ import pytest
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
-from twostroke.model.load import save_model
+from twostroke.model.save import save_model
 from twostroke.planner.choosing.size_ladder import pick_model
 from twostroke.planner.hardware.tables import hardware_names, load_hardware
 from twostroke.planner.training.plan import plan_training

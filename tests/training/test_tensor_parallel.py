@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import RankRunner, furthest, laid_out
+from ranked import RankRunner, assert_close_to_one_rank, furthest, laid_out
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
@@ -41,14 +41,7 @@ def test_a_run_on_several_ranks_is_close_to_one(
     make_recipe: Any, runner: RankRunner, model: Any, settings: Any, n: int, parallel: Any, limits: tuple[float, float]
 ) -> None:
     recipe = make_recipe("run", model, **{"grad_accumulation": 2, "dtype": "fp32", **settings})
-    alone = laid_out(recipe, "alone")
-    train(alone)
-    several = laid_out(recipe, "several", **parallel)
-    answers = runner.train(n, several)
-    assert [kind for kind, *_ in answers] == ["done"] * n, answers
-    loss, weight = furthest(several, alone)
-    assert loss < limits[0], (loss, weight)
-    assert weight < limits[1], (loss, weight)
+    assert_close_to_one_rank(runner, recipe, n, parallel, limits)
 
 
 def test_another_layout_resumes_a_checkpoint(make_recipe: Any, runner: RankRunner) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_models import FEATURES
 from twostroke.core import policy
 from twostroke.core.spec import ModelSpec
 from twostroke.core.train_settings import TrainSettings
 from twostroke.data.loader import Batch
+from twostroke.kernels import training_attention
 from twostroke.model.decoder import Decoder
 from twostroke.training import parallelize
 from twostroke.training import step as step_module
@@ -304,3 +306,47 @@ def test_a_large_micro_batch_is_computed_in_parts_with_the_same_gradient(monkeyp
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-7, msg=name)  # fp32 sums in another order
     assert kept[1] < 0.5 * kept[0]
+
+
+@pytest.mark.skipif(not training_attention.is_available(), reason="no native attention here")
+@pytest.mark.parametrize("compiled", [False, True], ids=("eager", "compiled"))
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+def test_a_step_under_a_bound_or_beside_sinks_is_no_further_from_fp32_by_the_native_attention(
+    family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, documents, grouped heads. Explicit attention in bf16 is the yardstick; a wrong term would be far outside."""
+    spec = FEATURES[family].with_(n_heads=4, n_kv_heads=2, head_dim=32)
+    if spec.moe is None:  # a bound that bends the small scores of new weights; sharper attention is no test in bf16
+        spec = spec.with_(departures=dataclasses.replace(spec.departures, attention_cap=0.05))
+    else:  # all experts, so that no rounding chooses others
+        spec = spec.with_(moe=dataclasses.replace(spec.moe, top_k=spec.moe.n_experts))
+    batches, called, attend = [_batch(2, 100, 7, 1)], [], training_attention.packed_attention
+    monkeypatch.setattr(training_attention, "packed_attention", lambda *args: (called.append(args), attend(*args))[1])
+
+    def step(dtype: str, natively: bool) -> tuple[step_module.StepResult, dict[str, Tensor]]:
+        monkeypatch.setattr(training_attention, "is_available", lambda: natively)
+        decoder = Decoder(spec).train()
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                if name.endswith(".sinks"):
+                    parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+        masters = MasterWeights.of(decoder, dtype)
+        optimizers = Optimizers(masters, spec, TrainSettings(steps=1, dtype=dtype))  # type: ignore[arg-type]
+        result = TrainStep(decoder, masters, optimizers, 1e9, compiled and natively, print)(
+            batches, 0.0, StepClock(torch.device("cpu"))
+        )
+        return result, {name: gradient.clone() for name, gradient in masters.gradients.items()}
+
+    exact, expected = step("fp32", False)
+    explicit, by_explicit = step("bf16", False)
+    assert not called
+    native, by_native = step("bf16", True)
+    assert called or compiled
+    assert native.loss == pytest.approx(exact.loss, abs=1.5 * abs(explicit.loss - exact.loss) + 2e-3)
+    assert _distance(by_native, expected) < 1.2 * _distance(by_explicit, expected)
+    for part in ("qkv.weight", "sinks"):
+        of_part = {name: gradient for name, gradient in expected.items() if name.endswith(part)}
+        if of_part:
+            assert _distance(by_native, of_part) < 1.2 * _distance(by_explicit, of_part) + 5e-3
+            assert _distance(by_native, of_part) < 0.1

@@ -97,10 +97,16 @@ def shape_of(row: dict[str, str]) -> TrainingShape:
         method=row["method"],
         lora_rank=int(row["lora_rank"] or 16),
         checkpointing=row["checkpointing"],
-        logits=row["logits"],
+        logits=logits_of(row),
         optimizer_in_backward="optimizer in backward" in row["note"],
         offload_activations="cpu" if "activation offloading" in row["note"] else "none",
     )
+
+
+def logits_of(row: dict[str, str]) -> str:
+    """torchtune's chunks are of a list that holds all logits in bf16 (``CEWithChunkedOutputLoss``); the table calls them
+    chunked."""
+    return "listed" if row["source"].startswith("torchtune") and row["logits"] == "chunked" else row["logits"]
 
 
 def layout_of(row: dict[str, str]) -> Layout:

@@ -78,11 +78,6 @@ class _Load:
         """What comes before the first token beside the prompt's own step, as the server counted that."""
         return self.ttft_s - self.prefill_s
 
-    @property
-    def late_shares(self) -> tuple[float, ...]:
-        """By what share of a step a token comes later than most at 90, 95 and 99% of the gaps."""
-        return tuple(max(0.0, itl_s / self.tpot_s - 1.0) for itl_s in (self.itl_p90_s, self.itl_p95_s, self.itl_p99_s))
-
 
 def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS`` requests
@@ -130,8 +125,16 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
         shared_request_s=sharing.request_s,
         prompt_token_s=prompt_token_s,
         shared_first_s=max(0.0, first_s - request_s),
-        late_shares=tuple(median(one) for one in zip(*(load.late_shares for load in few), strict=True)),
+        late_shares=_late_shares(few),
     )
+
+
+def _late_shares(loads: Sequence[_Load]) -> tuple[float, ...]:
+    """By what share of a step a token comes later than most at 90, 95 and 99% of the gaps: medians of ``loads``. One whose
+    tokens came all at once, because other programs held the client up, has no step to be a share of."""
+    paced = [load for load in loads if load.tpot_s > 0]
+    gaps = [[one / load.tpot_s for one in (load.itl_p90_s, load.itl_p95_s, load.itl_p99_s)] for load in paced]
+    return tuple(max(0.0, median(at) - 1.0) for at in zip(*gaps, strict=True)) or HttpRates.late_shares
 
 
 class _Sharing(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from twostroke.calibration.format_rates import measure_formats
 from twostroke.calibration.timing import Clock
 from twostroke.core.rates import WeightRates
 from twostroke.core.schemes import NATIVE, WRITTEN, scheme_of, written_scheme
@@ -38,7 +39,7 @@ def measure_weights(clock: Clock, side: int = SIDE, copied_bytes: int = COPIED_B
     fitted_s = clock.best_s(lambda: round_with_compensation(weight, hessian, group, 0.01 * hessian), least=1)
     source = torch.ones(copied_bytes // 4)
     copy_s = clock.best_s(lambda: torch.empty_like(source).copy_(source), least=2)
-    return WeightRates(rounded, packed, size / fitted_s, source.nbytes / copy_s)
+    return WeightRates(rounded, packed, size / fitted_s, source.nbytes / copy_s, **measure_formats(clock, side))
 
 
 def families(schemes: Iterable[str]) -> list[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.cli.moved_models import planned_export, took
+from twostroke.cli.moved_models import Watch, planned_export, took
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
-from twostroke.core.units import format_bytes, format_count
+from twostroke.core.units import format_count
 from twostroke.interop.export_targets import TARGETS, target_of
 
 if TYPE_CHECKING:
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-_WRITTEN = [row for row in TARGETS.values() if not row.refused]
-_FORMATS = "; ".join(f"{row.name} ({row.summary})" for row in _WRITTEN)
-_WEIGHED = "; ".join(f"{row.name}: {', '.join(row.weighed)}" for row in _WRITTEN if row.weighed)
-_PRECISIONS = "; ".join(f"{row.name}: {', '.join(row.precisions)}" for row in _WRITTEN)
+_FORMATS = "; ".join(f"{row.name} ({row.summary})" for row in TARGETS.values())
+_WEIGHED = "; ".join(f"{row.name}: {', '.join(row.weighed)}" for row in TARGETS.values() if row.weighed)
+_PRECISIONS = "; ".join(f"{row.name}: {', '.join(row.precisions)}" for row in TARGETS.values())
 
 
 @app.command(name="export")
@@ -58,20 +56,19 @@ def export(
     from twostroke.planner.truth.recording import recording
 
     inputs = {"model": str(model.resolve()), "directory": str(directory.resolve()), "to": to, "precision": precision}
-    plan = functools.partial(planned_export, model, to, precision)
+    plan = functools.partial(planned_export, model, to, precision, bool(calibration))
     with recording("export", directory.resolve().name, inputs, plan, log) as run:
-        began = time.perf_counter()
+        watch = Watch()
         with progress(f"exporting {model}", 1.0) as advance:
             report = export_model(
                 model, directory, merge, precision, replace, advance, to, lambda found: _importance(found, calibration)
             )
-        measured = {"export_s": time.perf_counter() - began, "written_bytes": float(report.n_bytes)}
+        measured = watch.read("export_s", report.n_bytes)
         run.measure(measured)
     of_base = f", adapters merged into {report.base}" if report.base else ""
     lines = [
         f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.precision}, "
-        f"format {report.target}, {format_bytes(report.n_bytes)}{of_base}, in "
-        f"{took(run, 'export_s', measured['export_s'])}.",
+        f"format {report.target}{of_base}: {took(run, 'export_s', measured)}.",
         *(f"Note: {note}" for note in report.notes),
     ]
     run_document = {"run_id": run.run_id, "prediction": run.prediction, "measurement": measured}

@@ -23,11 +23,22 @@ FILE_CALLS = {
 """Numbers of Linux' system calls that read, write, flush and rename files: a rank that sleeps in one waits for its disk."""
 
 
+MOST_A_LOOK_S = 0.25
+"""What may pass between two looks counts for no more than this. A machine that stands still (a virtual one is paused, or its
+processors are given to others) stops the launcher as well as the ranks, and the time is charged to whichever thread ran: ranks
+that were well had "computed for 3.1 s" between two looks that are 0.05 s apart. A rank that hangs is seen by many looks."""
+
+
 @dataclass
 class _Seen:
+    """What the looks since the last mark have seen, in seconds. ``at`` and ``cpu_s`` are of the last look."""
+
     marks: Marks = field(default_factory=Marks)
-    awake_at: float = field(default_factory=time.monotonic)
-    running_at: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=time.monotonic)
+    cpu_s: float = 0.0
+    stopped_s: float = 0.0
+    idle_s: float = 0.0
+    busy_s: float = 0.0
 
 
 class HangFinder:
@@ -46,22 +57,24 @@ class HangFinder:
 
     def look(self, local: int, marks: Marks) -> str | None:
         """How local rank ``local`` hangs; None if it does not."""
-        now, seen, pid = time.monotonic(), self._seen[local], self._pids[local]
-        states = _thread_states(pid)
-        if states.get(pid) != "T":
-            seen.running_at = now
-        if now - seen.running_at > STOPPED_S:
-            return "is stopped (SIGSTOP)"
+        seen, pid = self._seen[local], self._pids[local]
+        states, now, cpu_s = _thread_states(pid), time.monotonic(), _main_thread_s(pid)
+        passed_s = min(now - seen.at, MOST_A_LOOK_S)
+        computed_s = min(cpu_s - max(seen.cpu_s, marks.cpu_s), MOST_A_LOOK_S)
+        goes_on = marks.count != seen.marks.count
         may_sleep = marks.waiting or marks.phase == Phase.JOINING or self._may_download(local, marks)
-        if may_sleep or marks.count != seen.marks.count or _any_runs(states):
-            seen.awake_at = now
-        seen.marks = marks
-        if now - seen.awake_at > marks.idle_limit_s:
+        seen.marks, seen.at, seen.cpu_s = marks, now, cpu_s
+        seen.stopped_s = seen.stopped_s + passed_s if states.get(pid) == "T" else 0.0
+        seen.idle_s = 0.0 if may_sleep or goes_on or _any_runs(states) else seen.idle_s + passed_s
+        seen.busy_s = max(computed_s, 0.0) + (0.0 if goes_on else seen.busy_s)
+        if seen.stopped_s > STOPPED_S:
+            return "is stopped (SIGSTOP)"
+        if seen.idle_s > marks.idle_limit_s:
             if not _waits_for_disk(pid) and not _children_work(pid) and not self._waits_for_a_compiler(local, marks):
-                return f"has slept for {now - seen.awake_at:.1f} s"
-            seen.awake_at = now
-        if not marks.waiting and (busy_s := _main_thread_s(pid) - marks.cpu_s) > marks.busy_limit_s:
-            return f"has computed for {busy_s:.1f} s without progress"
+                return f"has slept for {seen.idle_s:.1f} s"
+            seen.idle_s = 0.0
+        if not marks.waiting and seen.busy_s > marks.busy_limit_s:
+            return f"has computed for {seen.busy_s:.1f} s without progress"
         return None
 
     def _waits_for_a_compiler(self, local: int, marks: Marks) -> bool:

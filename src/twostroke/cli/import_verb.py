@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import time
 from pathlib import Path
 
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, log, progress
-from twostroke.cli.moved_models import planned_import, took
+from twostroke.cli.moved_models import Watch, planned_import, took
 from twostroke.core.described import plain
-from twostroke.core.units import format_bytes, format_count
+from twostroke.core.units import format_count
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -36,20 +35,20 @@ def import_(
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """Bring in a model from a Hugging Face directory or Hub name, a GGUF or a llama2.c file."""
-    from twostroke.interop.import_model import import_model
+    from twostroke.interop.import_model import open_source, write_import
     from twostroke.planner.truth.recording import recording
 
     inputs = {"source": source, "directory": str(directory.resolve()), "dtype": dtype, "revision": revision}
-    with recording("import", directory.resolve().name, inputs, functools.partial(planned_import, source, dtype), log) as run:
-        began = time.perf_counter()
+    opened = open_source(source, tokenizer or None, dtype, revision or None)
+    with recording("import", directory.resolve().name, inputs, functools.partial(planned_import, opened), log) as run:
+        watch = Watch()
         with progress(f"importing {source}", 1.0) as advance:
-            report = import_model(source, directory, tokenizer or None, dtype, replace, advance, revision or None)
-        measured = {"import_s": time.perf_counter() - began, "written_bytes": float(report.n_bytes)}
+            report = write_import(opened, directory, replace, advance)
+        measured = watch.read("import_s", report.n_bytes)
         run.measure(measured)
     lines = [
         f"{report.directory}: a {report.family} model of {format_count(report.n_parameters)} parameters in {report.dtype}, "
-        f"{format_bytes(report.n_bytes)}, from {report.kind} {report.source}, in "
-        f"{took(run, 'import_s', measured['import_s'])}.",
+        f"from {report.kind} {report.source}: {took(run, 'import_s', measured)}.",
         f"Tokenizer: {report.tokenizer or 'none'}.",
         *(f"Note: {note}" for note in report.notes),
     ]

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+import typer
+
 from twostroke.cli.console import log
 from twostroke.cli.hosts import Alone, Hosts
 from twostroke.cli.notices import watching
 from twostroke.cli.rank_processes import Ended, RankProcesses
-from twostroke.core.errors import Interrupted, TwostrokeError
+from twostroke.core.errors import InputError, Interrupted, TwostrokeError
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What ``train --ranks`` starts: ``n_local`` ranks on each host.
+    """What ``--ranks`` starts: ``n_local`` ranks on each host, which train into ``output``, or keep nothing if it is None.
 
     ``works_on(n)``: whether ``n`` ranks of the run divide its step. A rank that is lost is started again at most
     ``max_restarts`` times in all, with fewer ranks, but ``min_ranks``, if no step was done since the last loss. ``threads``
@@ -32,7 +34,7 @@ class Launch:
     """
 
     words: Sequence[str]
-    output: Path
+    output: Path | None
     n_local: int
     threads: int
     resumes: bool
@@ -43,14 +45,23 @@ class Launch:
     hosts: Hosts | Alone = field(default_factory=Alone)
 
 
-def run_ranks(launch: Launch) -> int:
-    """Run ``twostroke`` as several ranks. Returns their exit code, 0 if all were done.
+def check_ranks(n: int) -> None:
+    """Raise InputError unless ``--ranks`` can start ``n``."""
+    if n < 1:
+        raise InputError(f"--ranks {n} must be at least 1.")
 
-    SIGTERM, Ctrl-C and an interruption notice are handed to the ranks, which write a checkpoint and end with 75. Raises
-    TwostrokeError if a rank was lost and may not be started again; the others have ended, and the last checkpoint is whole.
+
+def run_ranks(launch: Launch) -> None:
+    """Run ``twostroke`` as several ranks, and exit with their code if one failed, which has said why.
+
+    SIGTERM, Ctrl-C and an interruption notice are handed to the ranks, which write a checkpoint and end with 75; without an
+    ``output`` they end, and TwostrokeError is raised. So it is if a rank was lost and may not be started again: the others have
+    ended, and the last checkpoint is whole.
     """
     with _counted_stops() as stops, watching(launch.notice, stops.ask):
-        return _run(launch, stops)
+        code = _run(launch, stops)
+    if code:
+        raise typer.Exit(code)
 
 
 class _Stops:
@@ -96,6 +107,8 @@ def _run(launch: Launch, stops: _Stops) -> int:
             ended = launch.hosts.agreed(ended)
             if ended.lost is None:
                 return ended.code
+            if stops.n and launch.output is None:
+                raise TwostrokeError(f"stopped by a signal. {_kept(None)}")
             if stops.n:
                 raise Interrupted(f"stopped, and {ended.lost}. {_kept(launch.output)}")
             if restarts == launch.max_restarts:
@@ -118,8 +131,8 @@ def _next_size(launch: Launch, n_local: int, ended: Ended) -> int:
     return fewer[0] if fewer else n_local
 
 
-def _has_run(output: Path) -> bool:
-    return (output / "recipe.json").is_file()
+def _has_run(output: Path | None) -> bool:
+    return output is not None and (output / "recipe.json").is_file()
 
 
 def _environment(launch: Launch) -> dict[str, str]:
@@ -132,7 +145,9 @@ def _environment(launch: Launch) -> dict[str, str]:
     return environment
 
 
-def _kept(output: Path, continues: bool = False) -> str:
+def _kept(output: Path | None, continues: bool = False) -> str:
+    if output is None:
+        return "Nothing is kept: start again."
     from twostroke.training.checkpoint import list_checkpoints
 
     kept = list_checkpoints(output / "checkpoints")

@@ -12,7 +12,7 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.opened_model import opened_model
 from twostroke.core.described import plain
-from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.errors import CapacityError, ConfigError, InputError
 from twostroke.core.schemes import DEFAULT_WRITTEN, WRITTEN, written_scheme
 from twostroke.core.units import format_bytes, format_count, format_seconds
 from twostroke.quantization.roundings import DEFAULT_ROUNDING, ROUNDINGS, TRIED_SCALES, rounding_of
@@ -95,7 +95,7 @@ def quantize(
     plan = functools.partial(_planned, spec, scheme, group, how)
     with recording("quantize", directory.resolve().name, inputs, plan, log) as run:
         began = time.perf_counter()
-        fitted = None if group is None else _fitted(source, calibration, group, max_kl, how)
+        fitted = None if group is None else _fitted(source, directory, calibration, group, max_kl, how)
         with progress(f"quantising {source}", 1.0) as advance:
             report = quantize_model(source, directory, scheme, replace, advance, fitted)
         measured = {"quantize_s": time.perf_counter() - began, "model_bytes": float(report.bytes)}
@@ -140,8 +140,11 @@ def _grouped() -> str:
     return ", ".join(name for name in WRITTEN if written_scheme(name).group)
 
 
-def _text(source: Path, calibration: list[str]) -> list[Tensor]:
-    """Batches of the named text, of the text that the model's run trained on, or of text that the model writes."""
+def _text(source: Path, calibration: list[str], otherwise: str = "") -> list[Tensor]:
+    """Batches of the named text, of the text that the model's run trained on, or of text that the model writes.
+
+    Raises CapacityError, with what the user can do ``otherwise``, if the model would write and does not fit in memory whole:
+    block by block each token would read all of it from the disk."""
     from twostroke.core.families import read_spec
     from twostroke.engine.own_text import own_text
     from twostroke.quantization.calibration_text import calibration_batches, text_size
@@ -152,20 +155,26 @@ def _text(source: Path, calibration: list[str]) -> list[Tensor]:
         return batches
     n_tokens, length = text_size(spec)
     log(f"{source} belongs to no training run, so rounding is fitted to text that it writes. Better: --calibration TEXT.")
-    return [own_text(source, max(2, n_tokens // length), length)]
+    try:
+        return [own_text(source, max(2, n_tokens // length), length)]
+    except CapacityError as error:
+        lack, _, _ = str(error).partition(". ")  # what follows are remedies of serving
+        raise CapacityError(f"{source} is to write text: {lack}. Name text with --calibration TEXT{otherwise}.") from error
 
 
-def _fitted(source: Path, calibration: list[str], group: int, max_kl: float | None, rounding: Rounding) -> Fitted:
-    """Codes fitted to text."""
+def _fitted(
+    source: Path, directory: Path, calibration: list[str], group: int, max_kl: float | None, rounding: Rounding
+) -> Fitted:
+    """Codes fitted to text, which wait beside ``directory``."""
     from twostroke.core.policy import MAX_KL_NATS
-    from twostroke.model.load import load_model
+    from twostroke.model.streamed import stream_model
     from twostroke.quantization.fitting import fit_codes
 
-    batches = _text(source, calibration)
-    decoder = load_model(source)
+    batches = _text(source, calibration, ", or need none with --rounding nearest")
+    decoder = stream_model(source)
     limit = MAX_KL_NATS if max_kl is None else max_kl
     with progress("fitting to text", 1.0) as advance:
-        fitted = fit_codes(decoder, batches, group, limit, advance, rounding)
+        fitted = fit_codes(decoder, batches, group, limit, advance, rounding, directory.absolute().parent)
     if fitted.nearest:
         log(f"{fitted.nearest} matrices of experts went to their nearest codes: too little of the text reached them.")
     if fitted.judgement is not None and fitted.judgement.kl_nats > limit:
@@ -182,7 +191,7 @@ def _survey(
         raise InputError(f"--survey writes nothing and compares all schemes. Leave out {', '.join(given)}.")
     from twostroke.cli.side_measurements import machine_of
     from twostroke.core.policy import MAX_KL_NATS
-    from twostroke.model.load import load_model
+    from twostroke.model.streamed import stream_model
     from twostroke.planner.choosing.quality import survey_values
     from twostroke.planner.truth.recording import recording
     from twostroke.quantization.survey import survey
@@ -194,7 +203,7 @@ def _survey(
         recording("quantize", source.resolve().name, inputs, None, log) as run,
         progress(f"surveying {source}", 1.0) as advance,
     ):
-        found = survey(load_model(source), batches, MAX_KL_NATS if max_kl is None else max_kl, machine, advance)
+        found = survey(stream_model(source), batches, MAX_KL_NATS if max_kl is None else max_kl, machine, advance)
         run.measure(survey_values(found.rows))
     document = {"model": str(source), "hardware": None if machine is None else machine.label, **plain(found)}
     emit(document, "\n".join(_survey_lines(source, found, machine)), as_json)

@@ -19,7 +19,7 @@ from twostroke.cli.hangs import HangFinder
 from twostroke.training.progress import PAGE_BYTES, PAGES, STACK_SIGNAL, STACKS, Marks, read_marks
 
 LAUNCHED = "TWOSTROKE_LAUNCHED"
-"""Set for ranks that `twostroke train --ranks` started, which leave it to the launcher to say which of them was lost."""
+"""Set for ranks that `--ranks` started, which leave it to the launcher to say which of them was lost."""
 
 LOST_CODE = 76
 """Exit code of a launched rank that was well and lost another one, or did not find the others."""

@@ -14,9 +14,10 @@ import typer
 from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.cli.hosts import Alone, Hosts
 from twostroke.cli.notices import check_notice, watching
+from twostroke.cli.rank import as_rank, is_rank
 from twostroke.cli.training_progress import training_progress
 from twostroke.cli.training_summary import summary_text
-from twostroke.core.errors import ConfigError, InputError, TwostrokeError
+from twostroke.core.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -71,8 +72,9 @@ def train(
         with watching(notice, _stop_this_process):
             _train_as_rank(recipe, settings, resume, as_json)
         return
-    of_ranks = {"--max-restarts": max_restarts, "--min-ranks": min_ranks, "--rendezvous": rendezvous, "--hosts": hosts}
-    if ranks is None and (useless := next((name for name, value in of_ranks.items() if value), None)):
+    of_hosts = {"--rendezvous": rendezvous, "--hosts": hosts, "--host-index": host_index}
+    of_ranks = {"--max-restarts": max_restarts or None, "--min-ranks": min_ranks, **of_hosts}
+    if ranks is None and (useless := next((name for name, value in of_ranks.items() if value is not None), None)):
         raise InputError(f"{useless} needs --ranks N, the processes on this machine.")
     parsed = read_recipe(recipe, settings)  # before torch is imported, so that a wrong key is told at once
     with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
@@ -87,11 +89,6 @@ def train(
     emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
 
 
-def is_rank() -> bool:
-    """Whether torchrun, or ``--ranks``, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def _silent(line: str) -> None:
     pass
 
@@ -102,12 +99,11 @@ def _stop_this_process() -> None:
 
 def _launch(parsed: TrainRecipe, n: int, hosts: Hosts | Alone, words: list[str], resume: bool, faults: dict[str, Any]) -> None:
     """Train as ``n`` ranks on each of ``hosts``, and exit with their code if one failed, which has said why."""
-    from twostroke.cli.launch import Launch, run_ranks
+    from twostroke.cli.launch import Launch, check_ranks, run_ranks
     from twostroke.core.parallel_recipe import ParallelRecipe
     from twostroke.training.parallelize import available_cores
 
-    if n < 1:
-        raise InputError(f"--ranks {n} must be at least 1.")
+    check_ranks(n)
     if faults["max_restarts"] < 0:
         raise InputError(f"--max-restarts {faults['max_restarts']} must be at least 0.")
     least = faults["min_ranks"]
@@ -125,34 +121,18 @@ def _launch(parsed: TrainRecipe, n: int, hosts: Hosts | Alone, words: list[str],
 
     layout = asked.on(n * hosts.n, parsed.train.grad_accumulation)
     threads = layout.threads or max(1, available_cores() // n)
-    launch = Launch(words, Path(parsed.output), n, threads, resume, works_on, hosts=hosts, **faults)
-    code = run_ranks(launch)
-    if code:
-        raise typer.Exit(code)
+    run_ranks(Launch(words, Path(parsed.output), n, threads, resume, works_on, hosts=hosts, **faults))
 
 
 def _train_as_rank(recipe: Path, settings: list[str], resume: bool, as_json: bool) -> None:
     """Train as one rank of several. The first one logs, scores the model and prints the result."""
-    from twostroke.cli.rank_processes import LAUNCHED, LOST_CODE
     from twostroke.core.recipe import read_recipe
-    from twostroke.training.ranks import NotJoined, RankLost, joined
 
-    try:
-        with joined() as ranks:
-            with ranks.agreed():
-                parsed = read_recipe(recipe, settings)
-            result = _train(parsed, resume, ranks)
-            is_first = ranks.is_first
-    except TwostrokeError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends all ranks as soon as one has ended
-        if isinstance(error, RankLost | NotJoined) and LAUNCHED in os.environ:
-            if isinstance(error, NotJoined):
-                log(str(error))
-            raise typer.Exit(LOST_CODE) from None
-        if error.is_told:
-            raise typer.Exit(error.exit_code) from None
-        raise
-    if is_first:
+    with as_rank() as ranks:
+        with ranks.agreed():
+            parsed = read_recipe(recipe, settings)
+        result = _train(parsed, resume, ranks)
+    if ranks.is_first:
         directory, summary = _scored(parsed, result)
         emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
 

@@ -108,3 +108,18 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
     stop = "" if text.endswith("?") else "."
     return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
+
+
+def typed_again(context: typer.Context, leaving_out: str) -> list[str]:
+    """The words that give the command of ``context`` what it was given, but for the option that is its parameter
+    ``leaving_out``."""
+    words = [str(context.info_name)]
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name == leaving_out or source is None or source.name != "COMMANDLINE":
+            continue
+        given = context.params[str(parameter.name)]
+        for value in given if isinstance(given, list | tuple) else (given,):
+            words += [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            words += [] if value is True else [str(value)]
+    return words

@@ -51,7 +51,7 @@ def require_space(folder: Path, n_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _named(target: Path) -> Iterator[None]:
+def naming(target: Path) -> Iterator[None]:
     """An error of writing to a full disk names no path: it gets ``target``'s."""
     try:
         yield
@@ -72,7 +72,7 @@ def written_file(target: Path) -> Iterator[BinaryIO]:
     partial = _new_name(target)
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)
     try:
-        with _named(target), os.fdopen(descriptor, "wb") as stream:
+        with naming(target), os.fdopen(descriptor, "wb") as stream:
             _lock(descriptor)
             yield stream
             stream.flush()
@@ -100,7 +100,7 @@ def directory_beside(target: Path) -> Iterator[Path]:
     descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(descriptor)
-        with _named(target):
+        with naming(target):
             yield aside
     finally:
         os.close(descriptor)

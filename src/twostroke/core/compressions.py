@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 BLOCK = 256
@@ -49,14 +48,9 @@ COMPRESSIONS = {
 }
 
 
-def low_rank_elements(shapes: Iterable[tuple[int, ...]], rank: int) -> int:
-    """Elements that PowerSGD of ``rank`` sends of tensors of ``shapes``: r·(rows + columns) of a matrix, if they are fewer than
-    its own (Vogels et al. 2019, arXiv 1905.13727), and all of the others."""
-    return sum(factored_elements(shape, rank) or _elements(shape) for shape in shapes)
-
-
 def factored_elements(shape: tuple[int, ...], rank: int) -> int:
-    """Elements of the two factors of a matrix of ``shape``; 0 for what is sent whole."""
+    """Elements that PowerSGD of ``rank`` sends of a matrix of ``shape``, those of its two factors: r·(rows + columns) (Vogels
+    et al. 2019, arXiv 1905.13727). 0 for what is sent whole: vectors, and matrices that have no more elements themselves."""
     if len(shape) < 2:
         return 0
     columns = _elements(shape[1:])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from twostroke.core.errors import ConfigError
 
+FP8 = "fp8"
+
 BYTES: dict[str, float] = {
-    "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int6": 0.75, "int5": 0.625, "int4": 0.5, "fp4": 0.5,
+    "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, FP8: 1.0, "int8": 1.0, "int6": 0.75, "int5": 0.625, "int4": 0.5, "fp4": 0.5,
 }  # fmt: skip
 """Bytes of one stored element, without the scales of quantised formats (those are counted where the scheme is known)."""
 

@@ -46,7 +46,7 @@ def not_trained(
         f"training in {dtype}": dtype not in TRAINING_TYPES,
         f"optimizer {optimizer}": optimizer not in TRAINED,
         f"recomputation {recomputation}": recomputation not in RECOMPUTATIONS,
-        "whole logits": logits != "chunked",
+        f"{logits} logits": logits != "chunked",
         f"training over {devices:,} devices": devices > 1,
         f"training on {accelerator}": accelerator is not None and accelerator.split()[0] not in TRAINS_ON,
     }

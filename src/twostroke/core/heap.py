@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGEST_KEPT = 32 << 20
-"""Bytes of the largest block that glibc can be asked to keep."""
+LARGEST_KEPT = 32 << 20
+"""Bytes of the largest block that glibc can be asked to keep. A larger one comes from the system each time, page by page."""
 
 
 def return_freed_memory() -> None:
@@ -26,4 +26,4 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)

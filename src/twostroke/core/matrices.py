@@ -95,11 +95,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Vector:
-    """``n`` stored numbers of a block that are neither a norm nor a bias, by their name and their place there."""
+    """``n`` stored numbers of a block that are neither a norm nor a bias, by their name and their place there. ``split`` is
+    as a matrix's."""
 
     name: str
     module: str
     n: int
+    split: Split = "replicated"
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def block(spec: ModelSpec, layer: int) -> tuple[Matrix | Norm | Vector, ...]:
     if spec.mla is not None:
         heads = _latent_norms(spec.mla)
     if spec.departures.attention_sinks:
-        heads = (*heads, Vector("sinks", "attn.sinks", spec.n_heads))
+        heads = (*heads, Vector("sinks", "attn.sinks", spec.n_heads, "column"))
     names = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
     before, after, attn_post, mlp_post = (Norm(name, name, spec.d_model) for name in names)
     away = spec.departures

@@ -17,21 +17,25 @@ class ParallelRecipe:
     """``data`` replicas of ``shard`` ranks each; ``data`` = 0 takes as many replicas as the ranks that are started make.
 
     ``zero`` says what the ``shard`` ranks of a replica share out: 2 masters, gradients and optimizer state, 3 the weights too,
-    which are then gathered again for each backward pass. ``expert`` ranks of a replica share each layer's experts, ``tensor``
-    ranks each matrix, ``context`` ranks each sequence, and each of ``pipeline`` ranks has a run of the layers; the latter three
-    compute each micro-batch together. Each stage has ``interleave`` runs of the layers, which take turns. A step's
-    ``train.grad_accumulation`` micro-batches of ``train.batch_size`` rows are shared out over all other ranks, so the recipe
-    describes the same step for any number of ranks; a micro-batch is one pass. With ``exact`` all sums are added in one order
-    whatever the layout; sums inside a product that ranks share are not, and come close. ``threads`` are those of a rank on a
-    CPU, on which the order of sums inside a product depends; 0 is the cores over the ranks of the machine.
+    which are then gathered again for each backward pass. ``expert`` ranks of a replica, and those of ``tensor`` with them,
+    share each layer's experts, ``tensor`` ranks each other matrix, ``context`` ranks each sequence, and each of ``pipeline``
+    ranks has a run of the layers; the latter three compute each micro-batch together. Each stage has ``interleave`` runs of the
+    layers, which take turns. A step's ``train.grad_accumulation`` micro-batches of ``train.batch_size`` rows are shared out
+    over all other ranks, so the recipe describes the same step for any number of ranks; a micro-batch is one pass. With
+    ``exact`` all sums are added in one order whatever the layout; sums inside a product that ranks share are not, and come
+    close. ``threads`` are those of a rank on a CPU, on which the order of sums inside a product depends; 0 is the cores over
+    the ranks of the machine.
 
     ``compress`` is how gradients are sent (``core.compressions``), ``compress_rank`` that of PowerSGD's factors, and
-    ``error_feedback`` keeps what int8, int4 and PowerSGD left out for the next step. With ``outer_every`` = H replicas train by
-    themselves and exchange what H steps changed (DiLoCo, ``training.diloco``), in ``fragments`` that take turns. Both change
-    the result with the number of ranks, so they need ``exact`` = False.
+    ``error_feedback`` keeps what int8, int4 and PowerSGD left out for the next step. ``compress_weights`` is how the ranks of
+    ``shard`` send what an update changed of the weights that all of them hold (SDP4Bit, ``training.weight_differences``). With
+    ``outer_every`` = H replicas train by themselves and exchange what H steps changed (DiLoCo, ``training.diloco``), in
+    ``fragments`` that take turns; what is exchanged comes in ``outer_overlap`` steps later, in which training goes on, and a
+    replica then keeps ``outer_mixing`` of its own weights. All three change the result with the number of ranks, so they need
+    ``exact`` = False.
 
-    ``layout`` = "auto" leaves ``data``, ``zero`` and all cuts to the planner (``planner.choosing.layouts``), by the ranks that
-    are started.
+    ``layout`` = "auto" leaves ``data``, ``zero``, ``interleave`` and all cuts to the planner (``planner.choosing.layouts``), by
+    the ranks that are started.
     """
 
     layout: Literal["explicit", "auto"] = "explicit"
@@ -43,10 +47,13 @@ class ParallelRecipe:
     compress: str = "none"
     compress_rank: int = 4
     error_feedback: bool = True
+    compress_weights: str = "none"
     outer_every: int = 0
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 1
+    outer_overlap: int = 0
+    outer_mixing: float = 0.5
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -74,6 +81,8 @@ class ParallelRecipe:
                 "without parallel.pipeline."
             )
         self._check_compress()
+        if self.compress_weights != "none":
+            self._check_compress_weights()
         self._check_outer()
 
     def _check_compress(self) -> None:
@@ -101,6 +110,40 @@ class ParallelRecipe:
                 '"int4", or parallel.shard=1.'
             )
 
+    def _check_compress_weights(self) -> None:
+        codes = [name for name, way in COMPRESSIONS.items() if way.is_code]
+        if self.compress_weights not in codes:
+            raise ConfigError(
+                f"parallel.compress_weights={self.compress_weights!r:.50} is not a way to send what an update changed. Use one "
+                f"of none, {', '.join(codes)}."
+            )
+        asked = f'parallel.compress_weights="{self.compress_weights}"'
+        if self.is_auto:
+            raise ConfigError(
+                f'{asked} needs shard above 1 and zero=2, which parallel.layout="auto" leaves to the planner. Give both, and '
+                "leave layout out."
+            )
+        if self.exact:
+            raise ConfigError(
+                f"{asked} rounds what ranks compute with, and exact=true promises the same bits for any number of them. Set "
+                "parallel.exact=false, or leave compress_weights out."
+            )
+        if self.shard == 1:
+            raise ConfigError(
+                f"{asked} sends weights to ranks that do not update them, and with shard=1 each rank updates all of them. Use "
+                "parallel.shard above 1, or leave compress_weights out."
+            )
+        if self.zero == 3:
+            raise ConfigError(
+                f"{asked} sends the difference to whole weights that each rank holds, and zero=3 drops these after each pass. "
+                "Use parallel.zero=2."
+            )
+        if self.of_a_replica > self.shard:
+            raise ConfigError(
+                f"{asked} and parallel.{self._shared} are not trained together yet. Use parallel.shard, with or without "
+                "parallel.data."
+            )
+
     def _check_outer(self) -> None:
         if self.outer_every < 0:
             raise ConfigError(f"parallel.outer_every={self.outer_every} must be at least 0, which exchanges gradients.")
@@ -113,6 +156,13 @@ class ParallelRecipe:
             raise ConfigError(f"parallel.outer_learning_rate={self.outer_learning_rate} must be above 0 and finite.")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"parallel.outer_momentum={self.outer_momentum} must be at least 0 and less than 1.")
+        if not 0 <= self.outer_overlap < max(1, self.outer_every):
+            raise ConfigError(
+                f"parallel.outer_overlap={self.outer_overlap} must be at least 0 and less than outer_every={self.outer_every}: "
+                "a fragment's exchange ends before its next one begins."
+            )
+        if not 0 <= self.outer_mixing < 1:
+            raise ConfigError(f"parallel.outer_mixing={self.outer_mixing} must be at least 0 and less than 1.")
         if not self.outer_every:
             return
         if self.exact:

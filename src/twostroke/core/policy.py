@@ -58,6 +58,13 @@ def loss_chunk_rows(n_rows: int, preferred: int = LOSS_CHUNK_ROWS) -> int:
 EXPLICIT_ATTENTION_TOKENS = 2048
 """Longest sequence for explicit attention: its probabilities, B·H·T²/2 elements a layer, are kept for the backward pass."""
 
+
+def is_beyond_sdpa(spec: ModelSpec) -> bool:
+    """Whether scores are bounded or have sinks beside them, which torch's fused attention does not compute. Explicit attention
+    is taken then, in every type and at every length, where the native library's is not."""
+    return spec.departures.attention_cap is not None or spec.departures.attention_sinks
+
+
 LEAST_QUERY_BLOCK, MOST_QUERY_BLOCKS = 128, 4
 """Explicit attention walks up to four blocks of queries, of at least 128: four skip 3/8 of the products of a causal square,
 more of them gain nothing measurable and cost seconds of compilation."""
@@ -90,11 +97,9 @@ def fits_native_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool
     """Whether the native library's attention, where it was built, does what training of ``spec`` asks. It is taken then.
 
     A whole step of 12.2M parameters (6 × 384, 16 × 512 packed tokens) took 0.93 s of two processors' time with explicit
-    attention and 0.83 with the native one, which keeps no probabilities either.
+    attention and 0.83 with the native one, which keeps no probabilities either. It bounds scores and has sinks.
     """
-    away = spec.departures
-    plain = away.attention_cap is None and not away.attention_sinks and spec.mla is None
-    computed = spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0 and plain
+    computed = spec.head_dim % NATIVE_HEAD_MULTIPLE == 0 and spec.dropout == 0 and spec.mla is None
     return device_kind == "cpu" and dtype == "bf16" and computed
 
 
@@ -212,6 +217,15 @@ LOGITS_AT_ONCE = 2**25
 
 SCORED_TOKENS_PER_PASS = 8192
 """Tokens of a pass of the decoder that scores."""
+
+STREAMED_BYTES = 2**28
+"""Residual streams, in fp32, that go together through a model whose blocks are read one after another."""
+
+
+def streamed_tokens(d_model: int) -> int:
+    """Tokens for which each block of such a model is read once: 16,384 of them at a width of 4096, with 32,768 FLOP for each
+    weight that is read."""
+    return max(1, STREAMED_BYTES // (4 * d_model))
 
 
 def scored_rows(vocab_size: int, token_budget: int = TOKEN_BUDGET) -> int:

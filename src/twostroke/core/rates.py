@@ -208,12 +208,19 @@ class TextRates:
 @dataclass(frozen=True)
 class WeightRates:
     """Weights outside of steps, on all threads: elements/s that go to their nearest codes by written scheme, that are packed
-    from bf16 by the library's product, and that are rounded with compensation; bytes/s of a copy into new memory."""
+    from bf16 by the library's product, and that are rounded with compensation; bytes/s of a copy into new memory.
+
+    Of importing and exporting, elements/s by name (``calibration.format_rates``): decoded from what foreign files hold, rounded
+    to what they are to hold, and by type looked at for what is not finite. A matrix of codes takes ``coded_call_s`` more."""
 
     rounded_per_s: dict[str, float] = field(default_factory=dict)
     packed_per_s: dict[str, float] = field(default_factory=dict)
     compensated_per_s: float | None = None
     copied_bytes_per_s: float | None = None
+    decoded_per_s: dict[str, float] = field(default_factory=dict)
+    encoded_per_s: dict[str, float] = field(default_factory=dict)
+    checked_per_s: dict[str, float] = field(default_factory=dict)
+    coded_call_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,12 @@ class TrainRecipe:
                 'train.dtype="fp16" changes the scale of gradients between steps. Use train.dtype="bf16", or '
                 "parallel.error_feedback=false."
             )
+        if parallel.compress_weights != "none" and t.ema_decay > 0 and t.evaluate_every > 0:
+            raise ConfigError(
+                f"train.evaluate_every={t.evaluate_every} scores the averages of train.ema_decay={t.ema_decay:g} too, and with "
+                f'parallel.compress_weights="{parallel.compress_weights}" ranks send each other differences alone. Leave one '
+                "of the three out."
+            )
         refused = {
             f'method="{self.method}" trains adapters': self.trains_adapters,
             'train.dtype="pure_bf16" rounds weights by random numbers': t.dtype == "pure_bf16",

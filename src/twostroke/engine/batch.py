@@ -15,7 +15,7 @@ from twostroke.core.spec import ModelSpec
 from twostroke.engine.adapters import Parts
 from twostroke.model.rope import angles
 from twostroke.scheduling.request import Request
-from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Complex, Float, Int

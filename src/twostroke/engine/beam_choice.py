@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     Known = tuple[Float[Tensor, " n"], Int[Tensor, " n"]]
 
 
+Chosen = tuple[Request, BeamSearch | None]
+"""The root of a search, and how it goes on; None if a row is not finite."""
+
+
 class BeamChooser:
     """Of the model in ``directory``. Its tokenizer is read when a search first asks for stop strings."""
 
@@ -60,7 +64,7 @@ class BeamChooser:
         logits: Float[Tensor, "n V"],
         known: Known | None,
         n_threads: int,
-    ) -> list[tuple[Request, BeamSearch | None]]:
+    ) -> list[Chosen]:
         """For each search whose sequences sample in ``step``: its root, and how it goes on. None if a row is not finite. The
         search itself is left as it was. ``logits`` are those of the requests at ``places``, with a row more for each draft.
         """
@@ -69,7 +73,7 @@ class BeamChooser:
         for place in places:
             row_of[step.requests[place]] = n_rows
             n_rows += 1 + len(step.drafts.get(place, ()))
-        found: list[tuple[Request, BeamSearch | None]] = []
+        found: list[Chosen] = []
         for beams in searching:
             if beams.live[0] in row_of and not beams.folded:  # then all of them are
                 rows = [row_of[request] for request in beams.live]

@@ -2,63 +2,62 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from twostroke.core import policy
 from twostroke.core.contention import looking
 from twostroke.core.crossovers import Crossovers
-from twostroke.core.engine_settings import AT, DRAFT, OFF, EngineSettings
-from twostroke.core.errors import CapacityError, ConfigError, EngineError, InputError
-from twostroke.core.fitted_exits import check_exits, default_exits, read_fitted_exits
+from twostroke.core.engine_settings import DRAFT, OFF, EngineSettings
+from twostroke.core.errors import ConfigError, EngineError, InputError
+from twostroke.core.fitted_exits import check_exits
 from twostroke.core.heap import return_freed_memory
 from twostroke.core.paths import model_directory
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import load_profile
 from twostroke.core.schemes import CACHES, scheme_of
-from twostroke.core.spec import ModelSpec
-from twostroke.core.topology import CORES, NODES, placed, processors_of
-from twostroke.core.units import format_bytes
 from twostroke.engine.adapters import AdapterStore
-from twostroke.engine.beam_choice import BeamChooser
+from twostroke.engine.beam_choice import BeamChooser, Chosen
 from twostroke.engine.early_exit import UNPLANNED, EarlyExits
-from twostroke.engine.grammars import Grammars, Matcher
+from twostroke.engine.events import Answers, TokenEvent
+from twostroke.engine.first_layers import FirstLayers
+from twostroke.engine.grammars import Grammars
 from twostroke.engine.key_offset import centre_keys
 from twostroke.engine.kv_pool import KVPool, token_bytes
-from twostroke.engine.loading import Loaded, load, lowered
-from twostroke.engine.memory import available_bytes, held_bytes
+from twostroke.engine.limits import scheduler_limits
+from twostroke.engine.lineage import Lineage
+from twostroke.engine.loading import load, lowered
+from twostroke.engine.memory import held_bytes
 from twostroke.engine.meters import EngineStats, StepMeter
 from twostroke.engine.native_runner import NativeRunner
-from twostroke.engine.packed_cache import states_of_files
 from twostroke.engine.planned import planned_pace
 from twostroke.engine.pooling import PooledStates
 from twostroke.engine.prompt_scores import PromptScores, rows_of
-from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.speculation.draft_model import ModelDrafter
 from twostroke.engine.speculation.drafter import Drafter
+from twostroke.engine.speculation.drafting import AnyDrafter, Drafting
 from twostroke.engine.speculation.early_exit import UNTRAINED, ExitDrafter, RepeatsOrExits, exit_layers
 from twostroke.engine.speculation.forced import ForcedDrafts
 from twostroke.engine.speculation.lengths import StepTimes
-from twostroke.engine.speculation.times import planned_step_s, timed_step_s
+from twostroke.engine.speculation.times import planned_prompt_s, planned_step_s, timed_step_s
+from twostroke.engine.step_counter import StepCounter
+from twostroke.engine.threads import default_threads, place_threads
 from twostroke.engine.tiers import session
-from twostroke.engine.tiers.disk import DiskTier, open_store
-from twostroke.engine.tiers.identity import identity_of, weight_files, weights_digest
+from twostroke.engine.tiers.below import BelowCache
+from twostroke.engine.tiers.identity import identity_of
+from twostroke.engine.tiers.load_times import PromptTimes
 from twostroke.engine.tiers.received import ReceivedPages
-from twostroke.engine.tiers.records import PageRecords
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.engine.verification import Taken, verify
+from twostroke.engine.ways import checks_drafts, exits_of, runs_natively
 from twostroke.engine.weights import (
     Asleep,
     Generations,
@@ -67,58 +66,15 @@ from twostroke.engine.weights import (
     centres_keys,
     fingerprint_of,
     form_of,
-    key_of,
     let_go,
     make_runner,
     prepare,
 )
-from twostroke.kernels.native_library import library, why_absent
+from twostroke.kernels.native_library import library
 from twostroke.scheduling.request import FinishReason, Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
-from twostroke.scheduling.step import scored_rows
-
-
-@dataclass(slots=True)  # frozen would cost a microsecond a token
-class TokenEvent:
-    """New tokens of answer ``index`` to one request. The answer's last event has a ``finish_reason``. With "error" (its logits
-    were not finite) and "timeout" that event has no token. With "stop" the token that ended the answer is in ``token_ids``.
-
-    ``prompt_logprobs``, if asked for, come before the first token of any answer, in events of answer 0 without tokens. Each
-    event has those of the next tokens of the prompt, from the second token on.
-
-    The answers of a beam search come at its end, the best first. An answer's last event has their ``cumulative_logprob``.
-    ``cached_tokens``: how many tokens of the prompt were found in the cache, and ``started_s`` when it began to be computed
-    (``time.monotonic``), in the first event of answer 0 that has tokens.
-    A request with ``pooling`` has one event, with its ``embedding`` and no token. ``fingerprint``: of the weights that computed
-    the tokens, in the answer's first event and where they change, once weights have been replaced; else None.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    index: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float | None = None
-    cached_tokens: int = 0
-    embedding: npt.NDArray[np.float32] | None = None
-    fingerprint: str | None = None
-    started_s: float | None = None
-
-
-EVENT_ENTRIES = 512
-"""Tokens and alternatives of a whole answer that make an event: answers that are sent on are sent in pieces."""
-
-
-@dataclass
-class _Answer:
-    """``weights``: those of its last event that had a fingerprint."""
-
-    request_id: str
-    index: int
-    seed: int
-    weights: bytes | None = None
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep
 
 
 class WeightsChange(NamedTuple):
@@ -140,18 +96,18 @@ class EngineCore:
     def __init__(self, model_dir: Path | str, settings: EngineSettings | None = None) -> None:
         began = time.perf_counter()
         self.settings = settings or EngineSettings()
-        self.n_threads = self.settings.n_threads or _default_threads()
+        self.n_threads = self.settings.n_threads or default_threads()
         self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
-        _place_threads(self.settings, self.n_threads)
+        place_threads(self.settings, self.n_threads)
         loaded = load(Path(model_dir), self.settings.dtype)
-        self._first_states = _states(loaded.directory)
+        self._lineage = Lineage(loaded.directory)
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
-        native = _runs_natively(self.settings)
-        drafts = _drafts(self.settings, native)
-        exits = _exits(Path(model_dir), loaded, self.settings, native)
+        native = runs_natively(self.settings)
+        drafts = checks_drafts(self.settings, native)
+        exits = exits_of(Path(model_dir), loaded, self.settings, native)
         self._exit_layers = exit_layers(loaded.spec, self.settings.speculate) if drafts else None
         if self._exit_layers is not None and not self.spec.early_exit:
             self.spec = self.spec.with_(notes=(*self.spec.notes, UNTRAINED))
@@ -162,7 +118,7 @@ class EngineCore:
         if kv_dtype == "auto":
             kv_dtype = scheme_of(self.plan.weights).kept
         # Only now: the default cache is a share of the memory that the weights have left.
-        scheduler_config = _fit(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
+        scheduler_config = scheduler_limits(self.spec, self.settings, kv_dtype, policy.DRAFT_ROWS if drafts else 0)
         if exits is not None:  # rows that leave early write other keys and values than a prompt's
             scheduler_config = replace(scheduler_config, cached_outputs=False)
         budget = self.settings.lora_memory_bytes or policy.ADAPTER_MEMORY_BYTES
@@ -180,29 +136,24 @@ class EngineCore:
         if exits is not None:
             self.leave_after(*exits)
             self.spec = self.spec.with_(notes=(*self.spec.notes, UNPLANNED))
-        self._answers: dict[str, _Answer] = {}  # unfinished answers, by their id in the scheduler
-        self._names: dict[str, list[str]] = {}  # by request id: its unfinished answers' ids in the scheduler
+        self._answers = Answers()
         self._prompt_scores = PromptScores()
         self._pooled = PooledStates()
         self._beams = BeamChooser(self.spec, directory)
         self._grammars = Grammars(directory, self.spec)
-        self._counts = EngineStats(pages_total=scheduler_config.n_pages)
         self._meter = StepMeter(self.spec, self.plan.step_bytes, token_bytes(self.spec, kv_dtype))
-        self._expert_bytes = self.plan.expert_bytes
+        self._counter = StepCounter(self._meter, self.plan.expert_bytes, scheduler_config.n_pages)
         if centres_keys(self.spec, pool):  # after the runner is there: it computes a prefill
             assert isinstance(pool, TiledKVPool)
             centre_keys(pool, self.scheduler, self.spec.vocab_size, self.compute)
-        self._directory = directory
-        self._first_digest: str | None = None  # of the weights that the engine began with, once it is known
-        self._digest: str | None = None  # of those that it has now
-        self._identity: bytes | None = None
-        self._tags: dict[bytes, str] = {}  # fingerprints by the weights' keys, once weights have been replaced
-        self._first_layers: NativeRunner | None = None
-        self._drafter = self._make_drafter(Path(model_dir)) if drafts else None
-        self._disk: DiskTier | None = None
-        self._received: ReceivedPages | None = None
+        self._first_layers: FirstLayers | None = None
+        self._drafting = Drafting(self.scheduler, self._grammars)
+        if drafts:
+            times = self.step_times(Path(model_dir))
+            self._drafting.drafter, self._drafting.forced = self._make_drafter(Path(model_dir), times), ForcedDrafts(times)
+        self._below = BelowCache(self.scheduler, self.settings)
         if self.settings.kv_dir is not None:
-            self._put_below(self._open_disk(Path(self.settings.kv_dir), Path(model_dir)))
+            self._below.use(self._below.open_disk(self.identity, pool.images(), self._prompt_times(Path(model_dir))))
         native_library = library()
         self.huge_page_bytes = 0
         """Bytes that ``huge_pages`` on has put into large pages at the start."""
@@ -210,9 +161,7 @@ class EngineCore:
             self.huge_page_bytes = native_library.ts_collapse()
         self.load_s = time.perf_counter() - began
 
-    def _make_drafter(self, directory: Path) -> Drafter | ModelDrafter | ExitDrafter | RepeatsOrExits:
-        times = self.step_times(directory)
-        self._forced = ForcedDrafts(times)
+    def _make_drafter(self, directory: Path, times: StepTimes) -> AnyDrafter:
         if not self.settings.speculate.startswith(DRAFT):
             exits = None if self._exit_layers is None else self._make_exits(self._exit_layers, times)
             if exits is not None and self.settings.speculate != "auto":
@@ -229,53 +178,20 @@ class EngineCore:
                 f"the draft model {path} has a vocabulary of {draft.spec.vocab_size} tokens, and {directory} one of "
                 f"{self.spec.vocab_size}. Use a model with the same tokenizer."
             )
-        return ModelDrafter(draft, times, draft.step_times(path), self._seed_of)
+        return ModelDrafter(draft, times, draft.step_times(path), self._answers.seed_of)
 
     def _make_exits(self, layers: int, times: StepTimes) -> ExitDrafter:
         assert isinstance(self._runner, NativeRunner)
         plan, config = self.plan.first(layers), self.scheduler.config
-        self._first_layers = NativeRunner(plan, self._runner.pool, config, self._runner)
+        first = NativeRunner(plan, self._runner.pool, config, self._runner)
+        self._first_layers = FirstLayers(first, self.threads_for)
         share = plan.step_bytes / self.plan.step_bytes
-
-        def compute(step: ScheduledStep) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            runner = self._first_layers
-            assert runner is not None
-            return runner.run(step, n_threads=self.threads_for(step)), runner.best_of(len(step.requests))
-
         draft_times = StepTimes(lambda rows: share * times.seconds(rows), config.max_running)
-        return ExitDrafter(compute, times, draft_times, self.scheduler.reserve, self._seed_of)
-
-    def _seed_of(self, request: Request) -> int:
-        return self._answers[request.id].seed
-
-    def _open_disk(self, folder: Path, directory: Path) -> DiskTier | None:
-        """The disk tier, empty or with what an earlier engine left there. Raises ConfigError for a folder that is of no use."""
-        return self._tier(folder, self.identity, self.step_times(directory, self.scheduler.config.token_budget))
-
-    def _tier(self, folder: Path, identity: bytes, times: StepTimes) -> DiskTier | None:
-        """Any thread may ask for it."""
-        scheduler, images = self.scheduler, self.pool.images()
-        config = scheduler.config
-        most = self.settings.kv_dir_bytes or policy.KV_DIR_BYTES
-        store = open_store(folder, most, identity, config.page_tokens, images)
-        if store is None:
-            return None
-        return DiskTier(store, scheduler.pool.tree, images, config.page_tokens, config.token_budget, times)
-
-    def _put_below(self, disk: DiskTier | None) -> None:
-        """Let pages that left the cache be looked for in ``disk``."""
-        self._disk = self.scheduler.lower = disk
-        if self._received is not None:
-            self._received.below, self.scheduler.lower = disk, self._received
+        return ExitDrafter(self._first_layers.compute, times, draft_times, self.scheduler.reserve, self._answers.seed_of)
 
     def receive_pages(self) -> ReceivedPages:
         """Where pages are put that an engine of the same identity has computed: a request that has their keys loads them."""
-        if self._received is None:
-            images = self.pool.images()
-            records = PageRecords(self.scheduler.config.page_tokens, images.n_bytes)
-            self._received = ReceivedPages(records, images)
-            self._put_below(self._disk)
-        return self._received
+        return self._below.receive(self.pool.images())
 
     def leave_after(self, layers: Sequence[int], threshold: float) -> None:
         """Let rows leave after ``layers`` from now on. The engine must be idle, and ``early_exit`` must not be off."""
@@ -292,11 +208,11 @@ class EngineCore:
     def identity(self) -> bytes:
         """Of the keys and values that this engine computes: another of the same identity computes the same bits. The engine
         must be idle when it is first asked for."""
-        if self._identity is None:
-            self._first_digest = self._digest = weights_digest(self._directory)
+        if self._lineage.identity is None:
+            digest = self._lineage.look()
             arguments = (form_of(self.pool), self.pool.images(), self.scheduler, self.spec.vocab_size, self.compute)
-            self._identity = identity_of(self._first_digest, *arguments)
-        return self._identity
+            self._lineage.identity = identity_of(digest, *arguments)
+        return self._lineage.identity
 
     @property
     def fingerprint(self) -> str:
@@ -311,15 +227,14 @@ class EngineCore:
         leaves the engine as it was."""
         self._must_be_replaceable()
         served = Served(
-            self._directory, self.spec, self.plan, self.settings, self.scheduler.config, self.pool, self._native,
+            self.directory, self.spec, self.plan, self.settings, self.scheduler.config, self.pool, self._native,
             self._exit_layers,
         )  # fmt: skip
-        if self._first_digest is None and self._first_states and _states(self._directory) == self._first_states:
-            self._first_digest = self._digest = weights_digest(self._directory)
-        prepared = prepare(model_directory(directory), served, None if self.is_empty else self._digest)
-        if prepared is not None and self._disk is not None and prepared.identity != self._identity:
-            assert self.settings.kv_dir is not None
-            prepared.disk = self._tier(Path(self.settings.kv_dir), prepared.identity, self._disk.times)
+        self._lineage.look_unless_changed()
+        prepared = prepare(model_directory(directory), served, None if self.is_empty else self._lineage.digest)
+        disk = self._below.disk
+        if prepared is not None and disk is not None and prepared.identity != self._lineage.identity:
+            prepared.disk = self._below.open_disk(prepared.identity, self.pool.images(), disk.times)
         return prepared
 
     def sleep(self, level: int) -> int:
@@ -335,8 +250,10 @@ class EngineCore:
         self.pool.forget()
         if level > 1 and not self.is_empty:
             _ = self.identity  # which cannot be computed without weights
-            self.plan, self._first_layers, self._runner = replace(self.plan, ops=()), None, Asleep()
-            self.adapters.rebase(self.plan, self._directory, self.adapters.quantised)  # it held the plan as well
+            self.plan, self._runner = replace(self.plan, ops=()), Asleep()
+            if self._first_layers is not None:
+                self._first_layers.runner = None
+            self.adapters.rebase(self.plan, self.directory, self.adapters.quantised)  # it held the plan as well
         return_freed_memory()
         return max(0, before - held_bytes())
 
@@ -353,7 +270,7 @@ class EngineCore:
     @property
     def directory(self) -> Path:
         """Where its weights come from."""
-        return self._directory
+        return self._lineage.directory
 
     def _must_be_replaceable(self) -> None:
         """Raises ConfigError if something is in use that was made for the present weights."""
@@ -375,30 +292,34 @@ class EngineCore:
         began = time.perf_counter()
         self._must_be_replaceable()
         lists = self.scheduler.page_lists
-        key = b"" if prepared.digest == self._first_digest else key_of(prepared.digest)
-        if not self._tags and self._identity is not None:
-            self._tags[lists.weights] = self.fingerprint
+        key, fingerprints = self._lineage.key_of(prepared), self._answers.fingerprints
+        if not fingerprints and self._lineage.identity is not None:
+            fingerprints[lists.weights] = self.fingerprint
         runners = dict(self._runner.runners) if isinstance(self._runner, Generations) else {}
         if isinstance(self._runner, NativeRunner | TorchRunner):
             runners = {lists.weights: self._runner}
         runners.setdefault(key, prepared.runner)  # requests may still run on the same weights
-        unused: list[Any] = [self.plan, self._first_layers]
+        unused: list[Any] = [self.plan]
         self.scheduler.change_weights(key, carry_on)
         self._runner = Generations(runners, key)
-        self.plan, self._first_layers = self._runner.runner.plan, prepared.exits
+        self.plan = self._runner.runner.plan
+        if self._first_layers is not None:
+            unused.append(self._first_layers.runner)
+            self._first_layers.runner = prepared.exits
         if isinstance(prepared.pool, TiledKVPool):
             prepared.pool.poisoned = self.pool.poisoned
             self.pool = prepared.pool
-        before, is_same = self._disk, prepared.identity == self._identity
-        self._counts.weight_changes += prepared.digest != self._digest
-        self._directory, self._digest, self._identity = prepared.directory, prepared.digest, prepared.identity
-        self._tags[key] = self.fingerprint
+        before, is_same = self._below.disk, prepared.identity == self._lineage.identity
+        counts = self._counter.stats
+        counts.weight_changes += prepared.digest != self._lineage.digest
+        self._lineage.take(prepared)
+        fingerprints[key] = self.fingerprint
         self.adapters.rebase(self.plan, prepared.directory, prepared.quantised)
         if not is_same:
-            self._put_below(prepared.disk)
+            self._below.use(prepared.disk)
         n_left = self._let_go(unused, None if is_same or before is None else before.close)
-        self._counts.weight_pause_s = time.perf_counter() - began
-        return WeightsChange(self._tags[key], prepared.seconds, self._counts.weight_pause_s, n_left)
+        counts.weight_pause_s = time.perf_counter() - began
+        return WeightsChange(fingerprints[key], prepared.seconds, counts.weight_pause_s, n_left)
 
     def _let_go(self, unused: list[Any], finish: Callable[[], None] | None = None) -> int:
         """Drop the weights that no request is computed by any more, and ``unused``. Returns how many requests are still
@@ -416,9 +337,7 @@ class EngineCore:
     def close(self) -> None:
         """Write the pages that wait to be written to ``kv_dir``, and let another engine have it. Does nothing without one; the
         end of the process does the same."""
-        if self._disk is not None:
-            self._disk.close()
-            self._put_below(None)
+        self._below.close()
 
     def save_session(self, path: Path, token_ids: Sequence[int]) -> None:
         """Save the keys and values of a conversation to ``path``, in the place of a file that is there. Those that the cache
@@ -447,13 +366,20 @@ class EngineCore:
         if self.has_work:
             raise InputError("requests are under way. Save and load sessions once they have ended.")
 
-    def step_times(self, directory: Path, most: int | None = None) -> StepTimes:
-        """Seconds of this engine's steps by their rows, up to ``most``: by default those of requests that decode. The engine
-        must be idle."""
+    def step_times(self, directory: Path) -> StepTimes:
+        """Seconds of this engine's steps by their rows, each of a request that decodes. The engine must be idle."""
         config = self.scheduler.config
-        most = most or min(config.token_budget, config.max_running + config.draft_rows)
+        most = min(config.token_budget, config.max_running + config.draft_rows)
         predict = planned_step_s(directory, self.spec, self.settings)
         return StepTimes(predict or timed_step_s(self.scheduler, self.compute, most), most)
+
+    def _prompt_times(self, directory: Path) -> PromptTimes:
+        """Seconds of this engine's steps by their rows, all of one prompt: the last alone is given logits."""
+        most = self.scheduler.config.token_budget
+        predict = planned_prompt_s(directory, self.spec, self.settings)
+        if predict is None:
+            predict = timed_step_s(self.scheduler, lambda step, rows: self.compute(step, rows[-1:]), most)
+        return PromptTimes(StepTimes(predict, most))
 
     @property
     def dtype(self) -> str:
@@ -528,8 +454,7 @@ class EngineCore:
             if params.constraint is not None:
                 self._grammars.begin(request, params.constraint)
             self.scheduler.add(request)  # raises for the first answer or for none, because all ask for the same
-            self._answers[name] = _Answer(request_id, i, secrets.randbits(64) if own.seed is None else own.seed)
-            self._names.setdefault(request_id, []).append(name)
+            self._answers.open(name, request_id, i, own)
             if own.pooling is not None:
                 self._pooled.open(name)
             original = original or request
@@ -570,9 +495,9 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request, or one of its answers: it has no further events, and its pages are free. Ignores unknown ids."""
-        for name in self._names.get(request_id, [])[:]:
+        for name in self._answers.names_of.get(request_id, [])[:]:
             # Of a beam search the first answer stands for all.
-            if index is None or self._answers[name].index == index:
+            if index is None or self._answers.of_name[name].index == index:
                 request = self.scheduler.abort(name)
                 if request is not None:
                     self._remember(request)
@@ -580,14 +505,11 @@ class EngineCore:
 
     def _remember(self, request: Request) -> None:
         """Tell the drafter that it has ended: its output may be a draft of later ones, and an abort is mostly a stop string."""
-        if self._drafter is not None and request.params.pooling is None:
-            self._drafter.ended(request)
+        if self._drafting.drafter is not None and request.params.pooling is None:
+            self._drafting.drafter.ended(request)
 
     def _forget(self, name: str) -> None:
-        request_id = self._answers.pop(name).request_id
-        self._names[request_id].remove(name)
-        if not self._names[request_id]:
-            del self._names[request_id]
+        self._answers.forget(name)
         self._prompt_scores.forget(name)
         self._pooled.forget(name)
 
@@ -599,17 +521,12 @@ class EngineCore:
         """
         events: list[TokenEvent] = []
         for request in self.scheduler.expire(time.monotonic()):
-            if request.beams is None:
-                events.append(self._event(request.id, [], finish_reason="timeout"))
-                self._remember(request)
-                self._forget(request.id)
-            else:
-                events += self._found(request, "timeout")
+            events += self._timed_out(request)
         if not self.scheduler.has_work:
             return events
         began = time.perf_counter()
-        step = self.scheduler.schedule(None if self._drafter is None else self._propose)
-        searching = self.scheduler.searching
+        step = self.scheduler.schedule(None if self._drafting.drafter is None else self._drafting.propose)
+        searching, answers = self.scheduler.searching, self._answers.of_name
         self._left = self.n_threads if self.settings.n_threads is not None else self._others.left(self.n_threads)
         n_threads = self.threads_for(step)
         if n_threads != self.n_threads:
@@ -621,7 +538,7 @@ class EngineCore:
                 self._grammars.look_ahead(rows)
             logits, failed = self._logits(step, places)
             # A search draws nothing, and its sequences are no answers yet.
-            seeds = [self._answers[r.id].seed if r.beams is None else 0 for r in rows]
+            seeds = [answers[r.id].seed if r.beams is None else 0 for r in rows]
             known = self.best_of(len(logits))  # the native head looks for each row's largest logit as it writes them
             chosen = self._beams.choose(searching, step, places, logits, known, n_threads) if searching else []
             taken = verify(logits, step, places, seeds, known, n_threads)
@@ -633,6 +550,7 @@ class EngineCore:
                 torch.set_num_threads(self.n_threads)
         if searching:
             places, rows, taken = _without_beams(places, rows, taken)
+
         tokens: list[int | list[int] | None] = [None] * len(step.requests)
         for place, request, new in zip(places, rows, taken.tokens, strict=True):
             if not new:
@@ -645,15 +563,59 @@ class EngineCore:
                 failed.add(step.requests[place].id)
             tokens[place] = 0  # it is nobody's: a token ends the request
         failed.update(self.adapters.unheld(step.requests))
-        lost: set[Request] = set()
-        if searching:
-            failed.update(request.id for root, search in chosen if search is None for request in _sequences(root))
-            lost = {r.beams.root for r in step.requests if r.beams is not None and r.id in failed}
+        lost = _lost(step, chosen, failed) if searching else set()
         finished = self.scheduler.update(step, tokens, failed)
+
         for name, scores in self._prompt_scores.take():
             # An interrupted step keeps its scores for the next one; until then their request may be aborted.
-            if name in self._answers and name not in failed:
-                events.append(self._event(name, [], scores=scores))
+            if name in answers and name not in failed:
+                events.append(self._answers.event(name, [], scores=scores))
+        n_output = 0
+        if searching:
+            n_output = self._go_on(chosen, lost, failed, events)
+        for request, new, entries in zip(rows, taken.tokens, taken.logprobs, strict=True):
+            if request.id not in failed:
+                n_output += len(new)
+                scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
+                events.append(self._answers.event(request.id, new, scored, request.finish_reason, weights=request.weights))
+                if request.n_output == len(new) and request.fork_of is None:
+                    events[-1].cached_tokens, events[-1].started_s = request.n_prefix_hit, request.started_s
+        for place, vector in vectors.items():
+            request = step.requests[place]
+            if request.id not in failed:
+                event = self._answers.event(request.id, [], finish_reason=request.finish_reason, weights=request.weights)
+                event.cached_tokens, event.embedding, event.started_s = request.n_prefix_hit, vector, request.started_s
+                events.append(event)
+        for request in finished:
+            if request.id in failed:
+                events.append(self._answers.event(request.id, [], finish_reason="error"))
+            self._remember(request)
+            self._forget(request.id)
+
+        n_wrong = _wrong_drafts(step, places, taken) if step.drafts else 0
+        seconds = time.perf_counter() - began
+        self._counter.count(step, n_output, len(logits), n_wrong, len(failed), seconds, self._runner.experts, self.exits)
+        for watching in (self._drafting.drafter, self._below.disk, self.scheduler.pace):
+            if watching is not None:
+                watching.saw(step, seconds)
+        if not answers:  # nothing runs any more, so nothing is scored either
+            self.release_logits()
+        if isinstance(self._runner, Generations):
+            self._let_go([])
+        return events
+
+    def _timed_out(self, request: Request) -> list[TokenEvent]:
+        """The events of a request that the scheduler has ended."""
+        if request.beams is not None:
+            return self._found(request, "timeout")
+        event = self._answers.event(request.id, [], finish_reason="timeout")
+        self._remember(request)
+        self._forget(request.id)
+        return [event]
+
+    def _go_on(self, chosen: Sequence[Chosen], lost: set[Request], failed: set[str], events: list[TokenEvent]) -> int:
+        """Let searches go on with what was chosen, and end those that are done or ``lost``: their answers go to ``events``. Of
+        a lost search ``failed`` names the request alone from here on. Returns how many tokens were answered."""
         n_output = 0
         for root, search in chosen:
             if search is not None and root not in lost:
@@ -662,81 +624,17 @@ class EngineCore:
                     events += self._found(root)
                     n_output += sum(beam.length for _, beam in search.answers()[: root.params.n])
         for root in lost:
-            failed = failed.difference(request.id for request in _sequences(root)) | {root.id}
+            failed.difference_update(request.id for request in _sequences(root))
+            failed.add(root.id)
             self.scheduler.fail(root)
             events += self._found(root, "error")
-        for request, new, entries in zip(rows, taken.tokens, taken.logprobs, strict=True):
-            if request.id not in failed:
-                n_output += len(new)
-                scored = None if request.params.logprobs is None else [entry for entry in entries if entry is not None]
-                events.append(self._event(request.id, new, scored, request.finish_reason, weights=request.weights))
-                if request.n_output == len(new) and request.fork_of is None:
-                    events[-1].cached_tokens, events[-1].started_s = request.n_prefix_hit, request.started_s
-        for place, vector in vectors.items():
-            request = step.requests[place]
-            if request.id not in failed:
-                events.append(self._event(request.id, [], finish_reason=request.finish_reason, weights=request.weights))
-                events[-1].cached_tokens, events[-1].embedding = request.n_prefix_hit, vector
-                events[-1].started_s = request.started_s
-        for request in finished:
-            if request.id in failed:
-                events.append(self._event(request.id, [], finish_reason="error"))
-            self._remember(request)
-            self._forget(request.id)
-        n_wrong = 0
-        if step.drafts:
-            of_places = zip(places, taken.tokens, strict=True)
-            n_wrong = sum(len(step.drafts[place]) + 1 - len(new) for place, new in of_places if place in step.drafts)
-        self._count(step, n_output, len(logits), n_wrong, len(failed), time.perf_counter() - began)
-        if not self._names:  # nothing runs any more, so nothing is scored either
-            self.release_logits()
-        if isinstance(self._runner, Generations):
-            self._let_go([])
-        return events
+        return n_output
 
     def _found(self, root: Request, why: FinishReason | None = None) -> list[TokenEvent]:
         """The answers of a search that has ended, by itself or because of ``why``; it is forgotten."""
-        assert root.beams is not None
-        request_id, params, events = self._answers[root.id].request_id, root.params, list[TokenEvent]()
-        answers = [] if why == "error" else root.beams.search.answers()
-        n_each = max(1, EVENT_ENTRIES // (1 + (params.logprobs or 0)))
-        for i in range(params.n):
-            beam = answers[i][1] if i < len(answers) else None
-            path = [] if beam is None else beam.path()
-            for first in range(0, max(1, len(path)), n_each):
-                part = path[first : first + n_each]
-                scored = None if params.logprobs is None else [each.logprobs for each in part]
-                events.append(TokenEvent(request_id, [each.token for each in part], scored, index=i))
-            events[-1].finish_reason = "stop" if beam is not None and beam.stopped else why or "length"
-            events[-1].cumulative_logprob = None if beam is None else beam.score
-        events[0].cached_tokens, events[0].started_s = root.n_prefix_hit, root.started_s
-        if self._tags:
-            self._tag(events[0], self._answers[root.id], root.weights)
+        events = self._answers.of_search(root, why)
         self._forget(root.id)
         return events
-
-    def _propose(self, decoding: Sequence[Request], n_rows: int, room: int) -> Mapping[int, Sequence[int]]:
-        """Drafts for those of ``decoding`` that do not search: what follows in a search is chosen from all its sequences. Where
-        an answer must have a form, a draft ends before the first token that does not continue it, and where one text alone may
-        follow, that is a draft."""
-        assert self._drafter is not None
-        found: Mapping[int, Sequence[int]]
-        if not self.scheduler.searching:
-            found = self._drafter.propose(decoding, n_rows, room)
-        else:
-            places = [i for i, request in enumerate(decoding) if request.beams is None]
-            of_places = self._drafter.propose([decoding[i] for i in places], n_rows, room) if places else {}
-            found = {places[i]: draft for i, draft in of_places.items()}
-        if not self._grammars.used:
-            return found
-        cut: dict[int, Sequence[int]] = {}
-        for i, draft in found.items():
-            matcher = decoding[i].matcher
-            kept = draft[: matcher.accepted(decoding[i].tokens, draft)] if isinstance(matcher, Matcher) else draft
-            if kept:
-                cut[i] = kept
-        n = sum(map(len, cut.values()))
-        return cut | self._forced.propose(decoding, cut, n_rows + n, room - n)
 
     def _logits(self, step: ScheduledStep, places: Sequence[int]) -> tuple[Tensor, set[str]]:
         """Logits of the last rows of the requests at ``places``, and the ids of requests whose prompts cannot be scored because
@@ -753,25 +651,6 @@ class EngineCore:
         known = self.best_of(len(logits))
         largest = logits[n:].amax(dim=1) if known is None else known[0][n:]
         return logits[:n], self._prompt_scores.add(step, wanted, logits[n:], largest, self.threads_for(step))
-
-    def _event(
-        self,
-        name: str,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        finish_reason: FinishReason | None = None,
-        scores: list[TokenLogprobs] | None = None,
-        weights: bytes | None = None,
-    ) -> TokenEvent:
-        answer = self._answers[name]
-        event = TokenEvent(answer.request_id, token_ids, logprobs, finish_reason, answer.index, scores)
-        if self._tags and weights is not None:
-            self._tag(event, answer, weights)
-        return event
-
-    def _tag(self, event: TokenEvent, answer: _Answer, weights: bytes) -> None:
-        if answer.weights != weights:
-            answer.weights, event.fingerprint = weights, self._tags.get(weights)
 
     def compute(self, step: ScheduledStep, rows: Tensor | None = None, n_hidden: int = 0) -> Tensor:
         """Run ``step``. Returns fp32 logits of the rows that a token is sampled from, or of ``rows`` (indices of its rows), of
@@ -796,14 +675,14 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        scheduler, counts = self.scheduler, self._counts
+        scheduler, admission, counts = self.scheduler, self.scheduler.admission, self._counter.stats
         counts.running, counts.waiting = scheduler.n_running, scheduler.n_waiting
         counts.pages_used, counts.pages_cached = scheduler.pool.n_used, scheduler.pool.n_cached
         counts.preemptions = scheduler.n_preemptions
         counts.draft_tokens, counts.accepted_draft_tokens = scheduler.n_drafted, scheduler.n_drafts_right
-        counts.prompt_tokens, counts.prefix_hit_tokens = scheduler.n_prompt_tokens, scheduler.n_prefix_hit_tokens
-        if self._disk is not None:
-            disk = self._disk.counts()
+        counts.prompt_tokens, counts.prefix_hit_tokens = admission.n_prompt_tokens, admission.n_prefix_hit_tokens
+        if self._below.disk is not None:
+            disk = self._below.disk.counts()
             counts.disk_pages, counts.disk_hit_tokens, counts.disk_load_s = disk.pages, disk.hit_tokens, disk.load_s
             counts.disk_pages_written, counts.disk_requests_dropped = disk.written, disk.dropped
             counts.disk_pages_damaged, counts.disk_loads_refused = disk.damaged, disk.refused
@@ -824,52 +703,16 @@ class EngineCore:
         small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
         return 1 if small and self.settings.n_threads is None else self._left
 
-    def _count(self, step: ScheduledStep, n_output: int, n_sampled: int, n_wrong: int, n_failed: int, seconds: float) -> None:
-        counts = self._counts
-        counts.output_tokens += n_output
-        n_right = step.n_tokens - n_wrong
-        counts.failed_requests += n_failed
-        n_bytes = self._meter.bytes_read(step.starts, step.counts)
-        if self._runner.experts is not None:
-            n_bytes += self._runner.experts.more_than_one_row() * self._expert_bytes
-        flop = self._meter.flop(step.starts, step.counts, n_sampled)
-        if self.exits is not None and self.exits.read_share != 1.0:
-            # Weights count as a row of the step read them on average, and products go with weights.
-            n_bytes += round((self.exits.read_share - 1.0) * self._meter.weights_bytes)
-            flop = round(flop * self.exits.read_share)
-        if self._drafter is not None:
-            self._drafter.saw(step, seconds)
-        if self._disk is not None:
-            self._disk.saw(step, seconds)
-        if self.scheduler.pace is not None:
-            self.scheduler.pace.saw(step, seconds)
-        if step.n_decodes == len(step.requests):
-            counts.decode_steps += 1
-            counts.decode_s += seconds
-            counts.decode_tokens += n_right
-            counts.decode_requests += step.n_decodes
-            counts.decode_bytes += n_bytes
-            counts.decode_flop += flop
-        elif step.n_decodes == 0:
-            counts.prefill_steps += 1
-            counts.prefill_s += seconds
-            counts.prefill_tokens += step.n_tokens
-            counts.prefill_bytes += n_bytes
-            counts.prefill_flop += flop
-        else:
-            counts.mixed_steps += 1
-            counts.mixed_s += seconds
-            counts.mixed_tokens += n_right
-            counts.mixed_bytes += n_bytes
-            counts.mixed_flop += flop
+
+def _lost(step: ScheduledStep, chosen: Sequence[Chosen], failed: set[str]) -> set[Request]:
+    """The searches of which a sequence failed. ``failed`` gets the sequences of those that cannot go on."""
+    failed.update(request.id for root, search in chosen if search is None for request in _sequences(root))
+    return {r.beams.root for r in step.requests if r.beams is not None and r.id in failed}
 
 
-def _states(directory: Path) -> list[str]:
-    """What changes with the weights of ``directory``; empty if they cannot be looked at."""
-    try:
-        return states_of_files(weight_files(directory))
-    except OSError:
-        return []
+def _wrong_drafts(step: ScheduledStep, places: Sequence[int], taken: Taken) -> int:
+    of_places = zip(places, taken.tokens, strict=True)
+    return sum(len(step.drafts[place]) + 1 - len(new) for place, new in of_places if place in step.drafts)
 
 
 def _sequences(root: Request) -> Sequence[Request]:
@@ -881,128 +724,3 @@ def _without_beams(places: Sequence[int], rows: Sequence[Request], taken: Taken)
     kept = [k for k, request in enumerate(rows) if request.beams is None]
     new = Taken([taken.tokens[k] for k in kept], [taken.logprobs[k] for k in kept])
     return [places[k] for k in kept], [rows[k] for k in kept], new
-
-
-def _place_threads(settings: EngineSettings, n_threads: int) -> None:
-    """Pin the native library's threads, before weights are packed by them, and say how it takes memory. Both are the process's,
-    as its threads are; an engine that asks for neither leaves them as they are. Raises ConfigError where that is impossible."""
-    loaded = library()
-    for name, asked in (("pin_threads", settings.pin_threads != OFF), ("huge_pages", settings.huge_pages != "auto")):
-        if asked and not _runs_natively(settings):
-            remedy = why_absent() or "Use runner='native' or 'auto'."
-            raise ConfigError(f"{name}={getattr(settings, name)!r} is of the native library's threads and memory. {remedy}")
-    if loaded is None:
-        return
-    if settings.huge_pages != "auto":
-        loaded.ts_set_huge_pages(settings.huge_pages != OFF)
-    if settings.pin_threads != OFF:
-        if not hasattr(os, "sched_getaffinity"):
-            raise ConfigError(f"pin_threads={settings.pin_threads!r} needs Linux. Use pin_threads='off'.")
-        how = NODES if settings.pin_threads == NODES else CORES
-        numbers = placed(processors_of(os.sched_getaffinity(0)), n_threads, how)
-        loaded.ts_set_threads(n_threads)
-        loaded.ts_pin_threads(np.asarray(numbers, np.int32).ctypes.data, len(numbers))
-
-
-def _default_threads() -> int:
-    """``OMP_NUM_THREADS`` if it is set (torch has read it), else the cores that this process may use."""
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return torch.get_num_threads()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _runs_natively(settings: EngineSettings) -> bool:
-    """Raises ConfigError if steps must be deterministic and would be torch's."""
-    native = settings.runner == "native" or (settings.runner == "auto" and library() is not None)
-    if settings.deterministic and not native:
-        remedy = why_absent() or "Use runner='native' or 'auto'."
-        raise ConfigError(
-            "deterministic needs the native library: the last bits of torch's products depend on the number of rows, so on "
-            f"what else is in the batch. {remedy}"
-        )
-    return native
-
-
-def _drafts(settings: EngineSettings, native: bool) -> bool:
-    """Whether steps check drafts. Raises ConfigError where that would change what is answered."""
-    if settings.speculate in (OFF, "auto"):
-        return native and settings.speculate == "auto"
-    if not native:
-        raise ConfigError(
-            f"speculate={settings.speculate!r} needs runner='native': the last bits of torch's products depend on the number "
-            "of rows, so drafts would change answers. Use speculate='off', or 'auto', which drafts where it may."
-        )
-    return True
-
-
-def _exits(directory: Path, loaded: Loaded, settings: EngineSettings, native: bool) -> tuple[tuple[int, ...], float] | None:
-    """(layers after which rows may leave, threshold); None if none may. Raises ConfigError for settings that it does not go
-    with and where nothing was fitted to the model as it is held."""
-    value = settings.early_exit
-    if value == OFF:
-        return None
-    for name, other, why in (
-        (f"speculate={settings.speculate!r}", settings.speculate != OFF, "the whole model checks drafts, and exits pass it by"),
-        ("deterministic", settings.deterministic, "keys and values depend on where earlier tokens left"),
-        (f"runner={settings.runner!r}", not native, why_absent() or "it needs runner='native'"),
-    ):
-        if other:
-            raise ConfigError(f"early_exit={value!r} does not go with {name}: {why.rstrip('.')}.")
-    spec = loaded.spec
-    if value.startswith(AT):
-        layers, threshold = default_exits(spec.n_layers), float(value.removeprefix(AT))
-    else:
-        fitted = read_fitted_exits(directory)
-        layers, threshold = fitted.layers, fitted.threshold
-        held, now = (fitted.dtype, fitted.weights), (loaded.weights, weights_digest(loaded.directory))
-        if held != now:
-            what = f"held as {held[0]}, not {now[0]}" if held[0] != now[0] else "of other weights"
-            raise ConfigError(
-                f"the exits in {directory} were fitted to a model {what}. Run `twostroke exits {directory} --data TEXT` again."
-            )
-    check_exits(layers, spec.n_layers)
-    return layers, threshold
-
-
-def _fit(spec: ModelSpec, settings: EngineSettings, kv_dtype: str, draft_rows: int) -> SchedulerConfig:
-    """The scheduler's limits, with the pages and the context that memory allows. Raises ConfigError for a setting that is
-    impossible for this model, and CapacityError if what the settings ask for does not fit."""
-    max_model_len = settings.max_model_len or spec.max_positions
-    if max_model_len > spec.max_positions:
-        raise ConfigError(f"max_model_len={max_model_len} is beyond the model's max_positions={spec.max_positions}. Lower it.")
-    token = token_bytes(spec, kv_dtype)
-    page_bytes = token * settings.page_tokens
-    free = available_bytes()
-    if settings.kv_cache_bytes is None:
-        share = policy.CACHE_SHARE * free / settings.replicas
-        n_pages = policy.default_pages(page_bytes, share, max_model_len, settings.max_running, settings.page_tokens)
-    else:
-        n_pages = settings.kv_cache_bytes // page_bytes
-        if n_pages < 1:
-            raise ConfigError(
-                f"kv_cache_bytes={settings.kv_cache_bytes} is less than one page, which takes {page_bytes} bytes. Raise it."
-            )
-        if settings.kv_cache_bytes > free:
-            raise CapacityError(
-                f"kv_cache_bytes={settings.kv_cache_bytes} ({format_bytes(settings.kv_cache_bytes)}) is more than the "
-                f"{format_bytes(free)} of memory that is free. Lower it."
-            )
-    n_pages = min(n_pages, policy.MAX_PAGES)
-    if n_pages * settings.page_tokens < max_model_len:
-        if settings.max_model_len is not None:
-            raise CapacityError(
-                f"max_model_len={max_model_len} needs {format_bytes(max_model_len * token)} of KV cache "
-                f"and there is {format_bytes(n_pages * page_bytes)}. Lower max_model_len or raise kv_cache_bytes."
-            )
-        max_model_len = n_pages * settings.page_tokens
-    if max_model_len < 2:
-        raise ConfigError(f"max_model_len={max_model_len} must be at least 2, for a prompt token and one of the answer.")
-    # More pages than every running request at full length can fill would never be used.
-    n_useful = settings.max_running * -(-max_model_len // settings.page_tokens)
-    return SchedulerConfig(
-        settings.token_budget, settings.max_running, settings.page_tokens, min(n_pages, n_useful), max_model_len,
-        spec.window_of_every_layer, settings.separate_prefixes, scored_rows(spec.vocab_size), draft_rows=draft_rows,
-    )  # fmt: skip
-
-
-__all__ = ["EngineCore", "EngineStats", "TokenEvent"]

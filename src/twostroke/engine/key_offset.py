@@ -9,7 +9,8 @@ import torch
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep
 
 N_TOKENS = 256
 """Tokens whose keys are averaged; 64 of them already find most of the offset."""

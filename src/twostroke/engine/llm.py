@@ -15,8 +15,9 @@ from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import DataError, EngineError, InputError
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.beam_outputs import BeamSearchOutput, BeamSearchParams
-from twostroke.engine.core import EngineCore, TokenEvent
+from twostroke.engine.core import EngineCore
 from twostroke.engine.detokenize import IncrementalDetokenizer
+from twostroke.engine.events import TokenEvent
 from twostroke.engine.meters import EngineStats
 from twostroke.engine.sampler import TokenLogprobs
 from twostroke.scheduling.request import FinishReason

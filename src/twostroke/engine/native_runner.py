@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.kernels.native_library import library, why_absent
 from twostroke.kernels.native_matrix import FORMATS, NativeExperts, NativeMatrix, NativePair
 from twostroke.model.rope import angles
-from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -111,21 +110,17 @@ class NativeRunner:
         woken. ``trace`` receives the residual stream after the embedding and after each block; it needs ``all_rows``, because
         other rows end at the last attention.
         """
-        batch, n, given = self._batch, len(step.requests), step
+        batch, n, requests = self._batch, len(step.requests), step.requests
         if not self._gathers:
             rows, all_rows = None, True
         held = (self._part_of or self)._n_held
-        adapters = [getattr(request.adapter, "held", None) for request in step.requests] if held else []
-        row_of: np.ndarray | None = None
+        adapters = [getattr(request.adapter, "held", None) for request in requests] if held else []
         if any(adapters):
-            if not all_rows:
-                step, adapters, row_of = _grouped(step, adapters)
             batch.adapter_width = max(adapter.width for adapter in adapters if adapter is not None)
             pointers = (ctypes.c_void_p * n)(*(a and ctypes.addressof(self._form_of(a)) for a in adapters))
             batch.adapters = ctypes.addressof(pointers)
         else:
             batch.adapters, batch.adapter_width = None, 0
-        requests = step.requests
         for request in step.grown:  # a decoding request gets a page only every 16 tokens; the rest of the table stays
             self.table[request.slot, : len(request.pages)] = request.pages
         self._starts[:n] = step.starts
@@ -143,11 +138,9 @@ class NativeRunner:
             n_rows = len(all_tokens)
             self._tokens[:n_rows] = all_tokens
             if rows is None and not all_rows:
-                kept = np.array(given.sampled_rows(), np.int64)
+                kept = np.array(step.sampled_rows(), np.int64)
         if rows is not None:
             kept = np.ascontiguousarray(rows.numpy(), np.int64)
-        if row_of is not None:
-            kept = row_of if kept is None else row_of[kept]
         n_kept = n_rows if kept is None else len(kept)
         n_logits = n_kept - n_hidden if self._has_head else 0
         if n_logits <= self._n_usual:  # the last scored prompt is over
@@ -280,26 +273,6 @@ class NativeRunner:
         if table.dtype not in _TABLE_TYPES:
             table = table.float()
         return self._hold(table), _TABLE_TYPES[table.dtype]
-
-
-def _grouped(
-    step: ScheduledStep, adapters: Sequence[NativeAdapter | None]
-) -> tuple[ScheduledStep, list[NativeAdapter | None], np.ndarray | None]:
-    """The step with its requests in the order of their adapters, these, and each row's new place; None if none has moved.
-
-    Rows of an adapter that lie together are multiplied together, so that its numbers are read once.
-    """
-    keys = [0 if adapter is None else id(adapter) for adapter in adapters]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    if order == list(range(len(keys))):
-        return step, list(adapters), None
-    counts = [step.counts[i] for i in order]
-    firsts = dict(zip(order, np.cumsum(counts) - counts, strict=True))
-    row_of = np.concatenate([np.arange(firsts[i], firsts[i] + n, dtype=np.int64) for i, n in enumerate(step.counts)])
-    requests, starts = [step.requests[i] for i in order], [step.starts[i] for i in order]
-    drafts = {place: step.drafts[i] for place, i in enumerate(order) if i in step.drafts}
-    grouped = replace(step, requests=requests, counts=counts, starts=starts, drafts=drafts)
-    return grouped, [adapters[i] for i in order], row_of
 
 
 def _native(experts: Any) -> NativeExperts:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from twostroke.scheduling.request import Request
-from twostroke.scheduling.scheduler import ScheduledStep
+from twostroke.scheduling.step import ScheduledStep
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twostroke.engine.sampler import TokenLogprobs, logprobs_of
-from twostroke.scheduling.scheduler import ScheduledStep
+from twostroke.scheduling.step import ScheduledStep
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -17,7 +17,7 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.sampler import log_softmax_of
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep
+from twostroke.scheduling.step import ScheduledStep
 
 TokenScores = tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]
 """−ln p of each scored token, and whether it was the most probable one."""

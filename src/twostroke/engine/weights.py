@@ -38,7 +38,8 @@ from twostroke.engine.tiers.identity import identity_of, weights_digest
 from twostroke.engine.tiled_kv_pool import TiledKVPool
 from twostroke.engine.torch_runner import TorchRunner
 from twostroke.kernels.native_library import library
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep, SchedulerConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -6,27 +6,29 @@ import contextlib
 import json
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from twostroke.core.aside import write_text
 from twostroke.core.errors import DataError, InputError, TwostrokeError
 from twostroke.core.policy import SCORED_TOKENS_PER_PASS
 from twostroke.core.spec import ModelSpec
-from twostroke.data.packing import document_layout
 from twostroke.data.shards import PreparedData
 from twostroke.data.tokenizer import eos_id_of, load_tokenizer
-from twostroke.evaluation.decoder_pass import in_eval_mode, score_rows
+from twostroke.evaluation.decoder_pass import Pass, score_passes
 from twostroke.evaluation.held_out import HeldOutText, Tokens, held_out_at, held_out_of, tokenize
 from twostroke.evaluation.stream import stream_nats
+
+if TYPE_CHECKING:
+    from twostroke.engine.scoring import TokenScores
 
 DEFAULT_CONTEXT = 2048
 """Longest context for scoring by default. A longer one costs more attention and gains little."""
@@ -68,7 +70,6 @@ class BitsPerByte:
     stride: int
 
 
-@torch.no_grad()
 def token_nats(
     model: Scorable,
     ids: npt.NDArray[np.integer],
@@ -86,10 +87,22 @@ def token_nats(
     probable. The model's mode (train or eval) is restored. tests/evaluation/test_bits.py compares it with scoring one token at
     a time.
     """
+    score = partial(score_passes, model, device=device)
+    return _window_nats(score, model.spec.vocab_size, ids, eos_id, context, stride, progress)
+
+
+def _window_nats(
+    score: Callable[[Iterable[Pass]], Iterable[TokenScores]],
+    n_vocabulary: int,
+    ids: npt.NDArray[np.integer],
+    eos_id: int,
+    context: int,
+    stride: int,
+    progress: Progress | None,
+) -> npt.NDArray[np.float32]:
+    """``token_nats`` by ``score``, which gives the scores of passes in their order."""
     if not 1 <= stride <= context:
         raise InputError(f"stride={stride} must be between 1 and context={context}.")
-    n_vocabulary = model.spec.vocab_size
-    device = model.head_weight.device if device is None else torch.device(device)
     if len(ids) and int(ids.max()) >= n_vocabulary:
         raise InputError(
             f"the text has token id {int(ids.max())}, beyond the model's vocabulary of {n_vocabulary}. Use the model's "
@@ -101,43 +114,38 @@ def token_nats(
         return nats
     length = min(context, n_targets)
     starts = [*range(0, n_targets - length, stride), n_targets - length]
-    after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
     rows_per_pass = max(1, SCORED_TOKENS_PER_PASS // length)
-    scored_to = 1  # tokens before this index have their score
-    with in_eval_mode(model):
-        for first in range(0, len(starts), rows_per_pass):
-            batch = starts[first : first + rows_per_pass]
-            tokens = np.stack([ids[s : s + length] for s in batch]).astype(np.int64)
-            wanted = []  # indices, in the stream, of the tokens that each row scores
-            for s in batch:
-                reach = np.arange(max(scored_to, s + 1), s + length + 1)
-                wanted.append(reach[~after_end[reach]])
-                scored_to = max(scored_to, s + length + 1)
-            rows = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
-            targets = np.concatenate(wanted)
-            columns = targets - 1 - np.asarray(batch)[rows]
-            nats[targets] = _row_nats(model, tokens, rows, columns, ids[targets].astype(np.int64), eos_id, device)
-            if progress is not None:
-                progress((first + len(batch)) / len(starts), "scoring")
+    batches = [starts[i : i + rows_per_pass] for i in range(0, len(starts), rows_per_pass)]
+    places: deque[npt.NDArray[np.int64]] = deque()  # where in ``ids`` the targets of passes are whose scores have not come yet
+    for n_done, (scored, _) in enumerate(score(_passes(ids, eos_id, length, batches, places)), 1):
+        nats[places.popleft()] = scored
+        if progress is not None:
+            progress(n_done / len(batches), "scoring")
     return nats
 
 
-def _row_nats(
-    model: Scorable,
-    tokens: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
+def _passes(
+    ids: npt.NDArray[np.integer],
     eos_id: int,
-    device: torch.device,
-) -> npt.NDArray[np.float32]:
-    positions, documents = document_layout(tokens, eos_id)
-    # Rows without document boundaries need no mask, and torch's causal kernel is faster than its masked one.
-    packed = torch.from_numpy(documents).to(device) if documents.any() else None
-    hidden = model.hidden(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), packed)
-    parts = score_rows(partial(F.cross_entropy, reduction="none"), model, hidden, (rows, columns), targets)
-    scored: npt.NDArray[np.float32] = torch.cat(parts).cpu().numpy() if parts else np.empty(0, dtype=np.float32)
-    return scored
+    length: int,
+    batches: Sequence[Sequence[int]],
+    places: deque[npt.NDArray[np.int64]],
+) -> Iterator[Pass]:
+    """A pass for each of ``batches``, the starts of windows of ``length`` tokens. Where its targets are is added to
+    ``places``."""
+    after_end = np.concatenate(([True], ids[:-1] == eos_id))  # tokens that begin a document
+    scored_to = 1  # tokens before this index have their score
+    for batch in batches:
+        tokens = np.stack([ids[s : s + length] for s in batch]).astype(np.int64)
+        wanted = []  # indices, in the stream, of the tokens that each row scores
+        for s in batch:
+            reach = np.arange(max(scored_to, s + 1), s + length + 1)
+            wanted.append(reach[~after_end[reach]])
+            scored_to = max(scored_to, s + length + 1)
+        rows = np.repeat(np.arange(len(batch)), [len(w) for w in wanted])
+        targets = np.concatenate(wanted)
+        places.append(targets)
+        yield Pass(tokens, rows, targets - 1 - np.asarray(batch)[rows], ids[targets].astype(np.int64), eos_id)
 
 
 def default_context(model: Any) -> int:
@@ -175,7 +183,7 @@ def nats_of(
     if not hasattr(model, "token_scores"):
         return token_nats(model, ids, eos_id, context, stride, device, progress)
     if model.engine == "decoder":  # it packs documents into its windows, which costs less than scoring them one by one
-        return token_nats(model.decoder, ids, eos_id, context, stride, device, progress)
+        return _window_nats(model.score_passes, model.spec.vocab_size, ids, eos_id, context, stride, progress)
     return stream_nats(model, ids, eos_id, context, stride, progress)
 
 

@@ -8,19 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from twostroke.core.aside import file_beside
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import InputError
-from twostroke.core.families import layout, read_config
+from twostroke.core.families import layout, read_config, read_spec
+from twostroke.core.spec import ModelSpec
 from twostroke.interop.export_targets import TARGETS, ExportSource, target_of
+from twostroke.interop.held import held_by
 from twostroke.interop.import_model import CheckedState
+from twostroke.interop.moved import Held, Made, cast, new_memory, words_of
 from twostroke.interop.peft import lazy_state, tokenizer_directory
 from twostroke.interop.stages import Stages
 from twostroke.model.adapter_directory import base_directory, is_adapter_directory, read_adapter_config
 from twostroke.model.load import open_weights
-from twostroke.model.save import fill_directory, require_writable, written_aside
+from twostroke.model.save import bytes_of_tokenizer, bytes_to_save, fill_directory, require_writable, written_aside
 
 _NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
@@ -83,8 +87,7 @@ def export_model(
         if config.nf4 is not None:
             notes.append("the adapters were trained on the base in NF4, so they are merged into the base as NF4 rounds it.")
     spec, get = open_weights(found)
-    stored = read_config(base or found)
-    chosen = row.precision(precision, _NAMES.get(str(stored.get("dtype") or stored.get("torch_dtype")), "fp32"))
+    chosen = row.precision(precision, _stored_dtype(base or found))
     if adapters and chosen != "fp32":
         remedy = "; --precision fp32 keeps them." if "fp32" in row.precisions else "."
         notes.append(f"merged weights are rounded to {chosen}{remedy}")
@@ -100,16 +103,53 @@ def export_model(
     else:
         with written_aside(out) as aside:
             notes += write(model, aside, chosen)
-        n_bytes = sum(file.stat().st_size for file in out.iterdir())
+        n_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     n_parameters = sum(math.prod(entry.shape) for entry in layout(spec))
     where = None if base is None else str(base)
     return ExportReport(str(found), str(out), to, spec.family, n_parameters, n_bytes, chosen, where, tuple(notes))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An export before it begins: the model, what its source holds, what the writer will write, and whether a text says which
+    inputs matter."""
+
+    spec: ModelSpec
+    held: Held
+    made: Made
+    weighed: bool
+
+
+def expect_export(source: Path, to: str, precision: str, has_text: Callable[[Path], bool] = lambda found: False) -> Expected:
+    """What ``export_model`` will do with ``source``. ``has_text(directory)``: whether it gets an importance, where the
+    precision takes one. No weight is read. Raises those of its errors that need none."""
+    row, found = target_of(to), _find(source)
+    row.precision(precision, "")
+    base = base_directory(found) if is_adapter_directory(found) else None
+    chosen = row.precision(precision, _stored_dtype(base or found))
+    spec, held = read_spec(base or found), held_by(found)
+    weighed = base is None and chosen in row.weighed and has_text(found)
+    state = {entry.canonical: torch.empty(entry.shape, device="meta") for entry in layout(spec)}
+    model = ExportSource(found, spec, state, tokenizer_directory(found, base), {} if weighed else None)
+    return Expected(spec, held, row.load_expects()(model, held, chosen), weighed)
+
+
+def _stored_dtype(directory: Path) -> str:
+    stored = read_config(directory)
+    return _NAMES.get(str(stored.get("dtype") or stored.get("torch_dtype")), "fp32")
 
 
 def write_hugging_face(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with a model directory of transformers' layout. Memory: one shard. Raises the errors of ``save_model``."""
     fill_directory(source.state, source.spec, out, precision, source.tokenizer)
     return ()
+
+
+def expect_hugging_face(source: ExportSource, held: Held, precision: str) -> Made:
+    """What ``write_hugging_face`` will write."""
+    changed, words = cast(held, precision), words_of(source.tokenizer, source.spec)
+    n_bytes = bytes_to_save(source.spec, precision, bytes_of_tokenizer(source.tokenizer))
+    return Made(n_bytes, words, 0, new_memory(changed), max(changed, default=0.0))
 
 
 def _require_writable_file(out: Path, suffix: str, replace: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from twostroke.core.errors import ConfigError, InputError
 from twostroke.model.published.gguf_types import TYPES, TensorType, in_pieces
+from twostroke.model.save import is_finite
 
 _PIECE_VALUES = 2**16
 """Numbers that are encoded at once: a quarter of a megabyte, so that the four tensors of a search stay in a core's caches."""
@@ -267,7 +268,7 @@ def encode(kind: TensorType, values: Tensor, importance: Tensor | None = None) -
     """
     if kind.dtype is not None:
         rounded = values.to(kind.dtype)
-        if not torch.isfinite(rounded).all():
+        if not is_finite(rounded):
             raise InputError(
                 f"a weight of {float(values.abs().max()):.3g} is beyond the largest number that {kind.name} holds."
             )
@@ -291,6 +292,15 @@ def encode(kind: TensorType, values: Tensor, importance: Tensor | None = None) -
 
     in_pieces(piece, len(blocks), n)
     return result.view(-1).numpy()
+
+
+SEARCHED = ("Q4_0", "Q5_0")
+"""Types whose scales are searched for only if an importance is given."""
+
+
+def rounding_of(kind: TensorType, weighed: bool) -> str:
+    """What calibration calls rounding to ``kind``, ``weighed`` by an importance or not."""
+    return f"{kind.name} weighed" if weighed and kind.name in SEARCHED else kind.name
 
 
 def written_types() -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,15 +13,15 @@ import torch
 from torch import Tensor
 
 from twostroke.core.families.weights import tensors
-from twostroke.core.spec import ModelSpec
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.gguf_encode import encode
-from twostroke.interop.gguf_families import GgufFamily, family_row
+from twostroke.interop.gguf_encode import encode, rounding_of
+from twostroke.interop.gguf_families import family_row
 from twostroke.interop.gguf_fields import metadata_of, require_same, rope_tensors, token_ids
-from twostroke.interop.gguf_mixes import INSTEAD, PLAIN, PRECISIONS, Place, Precision
+from twostroke.interop.gguf_mixes import INSTEAD, PLAIN, PRECISIONS, Place
 from twostroke.interop.gguf_model import one_row
 from twostroke.interop.gguf_vocabulary import no_vocabulary, vocabulary
 from twostroke.interop.gguf_write import Stored, Value, write_header, write_tensor
+from twostroke.interop.moved import WORDS, Held, Made, new_memory
 from twostroke.interop.source import pairs_from_halves
 from twostroke.model.families import write_entry
 from twostroke.model.published.gguf_types import TYPES, TensorType
@@ -32,22 +34,11 @@ def write_gguf(source: ExportSource, out: Path, precision: str) -> tuple[str, ..
     Raises UnsupportedFamilyError or ConfigError for a model or a tokenizer that the format has no place for, before a weight is
     read; InputError for a weight beyond the numbers of its type.
     """
-    spec = source.spec
-    chosen, row = PRECISIONS[precision], family_row(spec)
-    words = vocabulary(source.tokenizer, spec) if source.tokenizer is not None else no_vocabulary()
-    plan = _Plan(row, spec, chosen, source.importance or {})
-    metadata: dict[str, Value] = {
-        **metadata_of(row, spec),
-        "general.name": out.stem,
-        "general.file_type": chosen.number,
-        "general.quantization_version": 2,
-        **token_ids(spec),
-        **words.metadata,
-    }
+    spec, plan = source.spec, _Plan(source, precision)
     small = rope_tensors(spec)
-    rows = [Stored(name, TYPES["F32"], tuple(tensor.shape)) for name, tensor in small.items()] + plan.rows
+    rows = plan.with_small(small)
     with out.open("w+b") as stream:
-        n_bytes = write_header(stream, metadata, rows)
+        n_bytes = write_header(stream, plan.metadata(out.stem), rows)
         for stored, tensor in zip(rows, small.values(), strict=False):
             write_tensor(stream, stored, encode(stored.kind, tensor))
         written = stream.tell()
@@ -57,7 +48,20 @@ def write_gguf(source: ExportSource, out: Path, precision: str) -> tuple[str, ..
         stream.seek(written)
         for stored, raw in plan.encoded(source.state):
             write_tensor(stream, stored, raw)
-    return (*plan.notes(), *words.notes)
+    return (*plan.notes(), *plan.words.notes)
+
+
+def expect_gguf(source: ExportSource, held: Held, precision: str) -> Made:
+    """What ``write_gguf`` will write, but for the length of the name in it. Raises its errors that need no weight."""
+    plan = _Plan(source, precision)
+    n_bytes = write_header(io.BytesIO(), plan.metadata(source.directory.stem), plan.with_small(rope_tensors(source.spec)))
+    encoded: Counter[str] = Counter()
+    for row in plan.rows:
+        encoded[rounding_of(row.kind, source.importance is not None)] += math.prod(row.shape)
+    encoded[WORDS] = sum(len(value) for value in plan.metadata("").values() if isinstance(value, list))
+    in_codes = sum(row.kind.dtype is None for row in plan.rows)
+    sizes = [row.n_bytes for row in plan.rows]
+    return Made(n_bytes, encoded, in_codes, new_memory(sizes), max(sizes))
 
 
 WINDOWLESS = ("llama", "phi3")
@@ -69,13 +73,30 @@ LITE_LAYERS = (26, 27)
 class _Plan:
     """The tensors of a file in order, and how each is made."""
 
-    def __init__(self, row: GgufFamily, spec: ModelSpec, precision: Precision, importance: Mapping[str, Tensor]) -> None:
-        self.row, self.spec, self.precision, self.importance = row, spec, precision, importance
-        self.entries = list(tensors(spec, row.weights))
-        self.heads = row.heads(spec)
+    def __init__(self, source: ExportSource, precision: str) -> None:
+        self.spec = spec = source.spec
+        self.row, self.precision, self.importance = family_row(spec), PRECISIONS[precision], source.importance or {}
+        self.words = vocabulary(source.tokenizer, spec) if source.tokenizer is not None else no_vocabulary()
+        self.entries = list(tensors(spec, self.row.weights))
+        self.heads = self.row.heads(spec)
         self.larger: list[str] = []
         parts = ((part.name, one_row(entry.stored_shape(part))) for entry in self.entries for part in entry.parts)
         self.rows = [Stored(name, self._kind(name, shape), shape) for name, shape in parts]
+
+    def metadata(self, name: str) -> dict[str, Value]:
+        """Of a file called ``name``."""
+        return {
+            **metadata_of(self.row, self.spec),
+            "general.name": name,
+            "general.file_type": self.precision.number,
+            "general.quantization_version": 2,
+            **token_ids(self.spec),
+            **self.words.metadata,
+        }
+
+    def with_small(self, small: Mapping[str, Tensor]) -> list[Stored]:
+        """All rows of the file, those of ``small`` tensors first."""
+        return [Stored(name, TYPES["F32"], tuple(tensor.shape)) for name, tensor in small.items()] + self.rows
 
     def _kind(self, name: str, shape: tuple[int, ...]) -> TensorType:
         *above, stem, ending = name.split(".")

@@ -24,6 +24,7 @@ from twostroke.interop.gguf_families import ROPE_DIVISORS, ROPE_FACTORS, GgufFam
 from twostroke.interop.gguf_metadata import Metadata
 from twostroke.interop.gguf_parts import open_gguf
 from twostroke.interop.gguf_tokenizer import read_tokenizer
+from twostroke.interop.moved import Held, HeldTensor
 from twostroke.interop.source import SourceModel, halves_from_pairs
 from twostroke.model.families import read_entry
 from twostroke.model.lazy_state import LazyState
@@ -48,13 +49,34 @@ def read_gguf(path: Path, dtype: str = "auto") -> SourceModel:
     n_left_out = metadata.integer(f"{row.architecture}.nextn_predict_layers", 0)
     entries = {entry.canonical: entry for entry in tensors(spec, names_in(row, file))}
     state = LazyState(_readers(file, row, spec, entries.values(), read_in, n_left_out))
+    held = _held(file, spec, entries, read_in)
     tokenizer, notes = read_tokenizer(metadata, spec), prediction_layers_left_out(n_left_out)
     if quantised:
         kept = _kept(file, row, spec, entries) if dtype == "auto" else None
-        return SourceModel("GGUF", spec, state, "fp32", tokenizer, (_what_was_quantised(file, kept), *notes), "bf16", kept)
+        said = _what_was_quantised(file, kept)
+        return SourceModel("GGUF", spec, state, "fp32", held, tokenizer, (said, *notes), "bf16", kept)
     types = {info.kind.name for info in file.tensors.values() if len(info.shape) > 1}
     exact = {frozenset(("F16",)): "fp16", frozenset(("BF16",)): "bf16"}.get(frozenset(types), "fp32")
-    return SourceModel("GGUF", spec, state, exact, tokenizer, notes)
+    return SourceModel("GGUF", spec, state, exact, held, tokenizer, notes)
+
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _held(file: GgufFile, spec: ModelSpec, entries: Mapping[str, Entry], read_in: torch.dtype) -> Held:
+    """What reading every tensor takes: a copy of each, decoded where it is quantised."""
+    tensors: dict[str, HeldTensor] = {}
+    for entry in layout(spec):
+        infos = [info for part in entries[entry.canonical].parts if (info := file.tensors.get(part.name)) is not None]
+        decoded: Counter[str] = Counter()
+        for info in infos:
+            if info.kind.dtype is None:
+                decoded[info.kind.name] += math.prod(info.shape)
+        dtypes = {_DTYPES[info.kind.dtype or read_in] for info in infos}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "fp32"
+        tensors[entry.canonical] = HeldTensor(math.prod(entry.shape), dtype, decoded, is_new=True)
+    n_bytes = sum(info.n_bytes for info in file.tensors.values())
+    return Held(n_bytes, n_bytes, tensors)
 
 
 def _kept(file: GgufFile, row: GgufFamily, spec: ModelSpec, entries: Mapping[str, Entry]) -> KeptRows | None:

@@ -7,24 +7,26 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
-from twostroke.core.families import layout, read_config
+from twostroke.core.families import layout
 from twostroke.interop.gguf import MAGIC as GGUF_MAGIC
 from twostroke.interop.gguf_model import read_gguf
+from twostroke.interop.held import held_by
 from twostroke.interop.hub import download, hub_name
 from twostroke.interop.llama2c import read_llama2c
+from twostroke.interop.moved import Held, Made, cast, new_memory, words_of
 from twostroke.interop.peft import read_peft
 from twostroke.interop.source import SourceModel, SourceTokenizer
 from twostroke.model.adapter_directory import is_adapter_directory
 from twostroke.model.load import load_state
-from twostroke.model.save import require_finite, save_model, write_tokenizer_tables
+from twostroke.model.save import bytes_of_files, bytes_to_save, require_finite, save_model, write_tokenizer_tables
 
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,78 @@ def import_model(
     Raises InputError, ConfigError or CorruptFileError, also for a weight that is not finite, and leaves no partial directory.
     Pickles are never opened.
     """
+    return write_import(open_source(source, tokenizer, dtype, revision), directory, replace, progress)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source of which headers and tokenizer were read: what it is called, the model, the format to store it in, the tokenizer
+    that replaces its own, and what is said of it."""
+
+    name: str
+    model: SourceModel
+    dtype: str
+    tokenizer: Path | None
+    notes: tuple[str, ...]
+
+
+def open_source(
+    source: str | Path, tokenizer: str | Path | None = None, dtype: str = "auto", revision: str | None = None
+) -> Opened:
+    """``source`` and what ``import_model`` makes of it, whose errors it raises, but for those of weights. What is on the Hub is
+    downloaded."""
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"dtype={dtype!r} is not a format to save in. Use auto, fp32, bf16 or fp16.")
     chosen = Path(tokenizer).expanduser() if tokenizer is not None else None
     if chosen is not None and not chosen.exists():
         raise InputError(f"tokenizer {chosen} does not exist. Give a tokenizer.json, a tokenizer.bin or a folder with one.")
     model = _read(source, chosen, dtype, revision)
+    if chosen is not None and model.kind == "llama2.c" and chosen.is_file() and chosen.suffix == ".bin":
+        chosen = None  # it was read with the model
     stored = model.auto or model.dtype if dtype == "auto" else dtype
-    notes, kept = list(model.notes), model.codes
-    if kept is not None:
+    notes = list(model.notes)
+    if model.codes is not None:
         notes.append(f"embedding and head, where they were quantised, were rounded to {stored}.")
     elif stored != model.dtype and stored != "fp32":
         remedy = f" --dtype {model.dtype} keeps them exactly." if dtype == "auto" else ""
         notes.append(f"weights were rounded from {model.dtype} to {stored}.{remedy}")
+    if chosen is None and model.tokenizer is None:
+        notes.append("the source has no tokenizer; give one with --tokenizer to generate and score text.")
+    return Opened(str(source), model, stored, chosen, tuple(notes))
+
+
+def expect_import(opened: Opened) -> tuple[Held, Made]:
+    """What ``write_import`` will read and write. No weight is read."""
+    model, dtype = opened.model, opened.dtype
+    files = opened.tokenizer or model.tokenizer
+    if isinstance(files, SourceTokenizer):
+        tokenizer_bytes = len(files.tokenizer.to_str().encode()) + bytes_of_files([files.config])
+    else:
+        tokenizer_bytes = bytes_of_files((), files)
+    kept = {} if model.codes is None else model.codes.shapes
+    read = {e.canonical for e in layout(model.spec) if any(part.name not in kept for part in e.parts)}
+    held = replaced(model.held, tensors={name: one for name, one in model.held.tensors.items() if name in read})
+    changed, kept_bytes = cast(held, dtype), [math.prod(shape) for shape in kept.values()]
+    n_bytes = bytes_to_save(model.spec, dtype, tokenizer_bytes, model.codes)
+    most = max([0.0, *changed, *(2.0 * size for size in kept_bytes)])
+    return held, Made(n_bytes, words_of(files, model.spec), 0, new_memory([*changed, *kept_bytes]), most)
+
+
+def write_import(
+    opened: Opened, directory: str | Path, replace: bool = False, progress: Callable[[float, str], None] | None = None
+) -> ImportReport:
+    """Write what was opened to ``directory``; the rest of ``import_model``."""
+    model, chosen, stored, kept = opened.model, opened.tokenizer, opened.dtype, opened.model.codes
     with tempfile.TemporaryDirectory(prefix="twostroke-import-") as scratch:
         files: Path | None = None
-        if chosen is not None and not (model.kind == "llama2.c" and chosen.is_file() and chosen.suffix == ".bin"):
+        origin: str | None = None
+        if chosen is not None:
             files, origin = chosen, str(chosen)
         elif isinstance(model.tokenizer, SourceTokenizer):
             files, origin = Path(scratch), f"the tables of the {model.kind} model"
-            tables = model.tokenizer
-            write_tokenizer_tables(tables.tokenizer, model.spec, files, tables.config)
+            write_tokenizer_tables(model.tokenizer.tokenizer, model.spec, files, model.tokenizer.config)
         elif model.tokenizer is not None:
             files, origin = model.tokenizer, str(model.tokenizer)
-        else:
-            origin = None
-            notes.append("the source has no tokenizer; give one with --tokenizer to generate and score text.")
         state = CheckedState(model.state, progress)
         save_model(state, model.spec, directory, stored, tokenizer_path=files, replace=replace, kept=kept)
     shapes = [entry.shape for entry in layout(model.spec)]
@@ -99,7 +147,7 @@ def import_model(
     n_bytes = sum(file.stat().st_size for file in Path(directory).iterdir())
     held = stored if kept is None else Counter(kept.kinds.values()).most_common(1)[0][0]
     return ImportReport(
-        str(source), model.kind, str(directory), model.spec.family, n_parameters, n_bytes, held, origin, tuple(notes)
+        opened.name, model.kind, str(directory), model.spec.family, n_parameters, n_bytes, held, origin, opened.notes
     )
 
 
@@ -175,9 +223,6 @@ def _read_directory(directory: Path) -> SourceModel:
     if is_adapter_directory(directory):
         return read_peft(directory)
     spec, state = load_state(directory)
-    dtype = "fp32"  # of quantised weights, which would all be read to be asked for theirs
-    if not read_config(directory).get("quantization_config"):
-        found = Counter(_DTYPE_NAMES[str(tensor.dtype)] for tensor in state.values())
-        dtype = next(iter(found)) if len(found) == 1 else dtype
+    held = held_by(directory)
     tokenizer = directory if (directory / "tokenizer.json").is_file() else None
-    return SourceModel("Hugging Face", spec, state, dtype, tokenizer, spec.notes)
+    return SourceModel("Hugging Face", spec, state, held.dtype, held, tokenizer, spec.notes)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from twostroke.core.documents import Allowance
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
+from twostroke.core.families import layout
 from twostroke.core.spec import ModelSpec, RopeSpec
+from twostroke.interop.moved import Held, HeldTensor
 from twostroke.interop.source import SourceModel, SourceTokenizer, halves_from_pairs
 from twostroke.interop.tokenizer_tables import (
     BYTE,
@@ -67,7 +69,8 @@ def read_llama2c(path: Path, tokenizer: Path | None) -> SourceModel:
     data = np.memmap(path, dtype="<f4", mode="r", offset=HEADER_BYTES)
     spec = spec.with_(rope=RopeSpec(theta=_theta(path, spec, data, sections["freq_cos"][0], sections["freq_sin"][0])))
     table = None if tokenizer is None else read_tokenizer_bin(tokenizer, spec.vocab_size, size)
-    return SourceModel("llama2.c", spec, _state(spec, data, sections), "fp32", table)
+    tensors = {entry.canonical: HeldTensor(math.prod(entry.shape), "fp32", is_new=True) for entry in layout(spec)}
+    return SourceModel("llama2.c", spec, _state(spec, data, sections), "fp32", Held(size, size, tensors), table)
 
 
 def _sections(spec: ModelSpec) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:

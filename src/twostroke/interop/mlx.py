@@ -8,8 +8,10 @@ Nothing here needs the mlx package.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,16 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.families import config_from_spec, layout
 from twostroke.core.spec import ModelSpec
 from twostroke.interop.export_targets import ExportSource
-from twostroke.model.save import generation_config, stored_tensors, write_json, write_tensors, write_tokenizer
+from twostroke.interop.moved import Held, Made, cast, new_memory, words_of
+from twostroke.model.save import (
+    bytes_of_files,
+    bytes_of_weights,
+    generation_config,
+    stored_tensors,
+    write_json,
+    write_tensors,
+    write_tokenizer,
+)
 
 GROUP = 64
 BITS = {"int8": 8, "int4": 4}
@@ -44,13 +55,8 @@ def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...
     """
     spec, bits = source.spec, BITS.get(precision)
     _require_read(spec)
-    dtype = "bf16" if bits else precision
-    config = config_from_spec(spec, TORCH_NAMES[dtype])
-    if spec.family == "gpt2":
-        config["n_ctx"] = spec.max_positions  # which transformers no longer writes
-    if bits is not None:
-        config["quantization"] = {"group_size": GROUP, "bits": bits}
-    write_json(out / "config.json", config)
+    dtype = _dtype(precision)
+    write_json(out / "config.json", _config(spec, precision))
     write_json(out / "generation_config.json", generation_config(spec))
     write_tensors(_due(spec, dtype, bits), _tensors(source, dtype, bits), out, made_by="mlx")
     if source.tokenizer is not None:
@@ -58,6 +64,42 @@ def write_mlx(source: ExportSource, out: Path, precision: str) -> tuple[str, ...
     if spec.sliding_window is None or spec.family in _WINDOWED:
         return ()
     return (f"mlx-lm computes no sliding window in {spec.family}: beyond {spec.sliding_window} tokens it differs from us.",)
+
+
+def expect_mlx(source: ExportSource, held: Held, precision: str) -> Made:
+    """What ``write_mlx`` will write. Raises ConfigError as it does."""
+    spec, bits, dtype = source.spec, BITS.get(precision), _dtype(precision)
+    _require_read(spec)
+    documents = (_config(spec, precision), generation_config(spec))
+    n_bytes = bytes_of_weights(_due(spec, dtype, bits), made_by="mlx") + bytes_of_files(documents, source.tokenizer)
+    changed, words = cast(held, dtype), words_of(source.tokenizer, spec)
+    most = max(changed, default=0.0)
+    if bits is None:
+        return Made(n_bytes, words, new_bytes=new_memory(changed), held_bytes=most)
+    in_codes = set(_matrices(spec))
+    sizes = [math.prod(e.stored_shape(part)) for e in layout(spec) for part in e.parts if part.name in in_codes]
+    new_bytes = new_memory(changed) + new_memory((4 * n for n in sizes), _ROUNDED_BYTES / 4)
+    held_bytes = most + _ROUNDED_BYTES * max(sizes, default=0)
+    return Made(n_bytes, {f"mlx {precision}": sum(sizes), **words}, len(sizes), new_bytes, held_bytes)
+
+
+_ROUNDED_BYTES = 24
+"""Of memory a number while ``in_groups`` has it in fp32, its code in fp32, and that as a whole number of 8 bytes before and
+after it is shifted."""
+
+
+def _dtype(precision: str) -> str:
+    """Of what is not in codes."""
+    return "bf16" if precision in BITS else precision
+
+
+def _config(spec: ModelSpec, precision: str) -> dict[str, Any]:
+    config = config_from_spec(spec, TORCH_NAMES[_dtype(precision)])
+    if spec.family == "gpt2":
+        config["n_ctx"] = spec.max_positions  # which transformers no longer writes
+    if precision in BITS:
+        config["quantization"] = {"group_size": GROUP, "bits": BITS[precision]}
+    return config
 
 
 def _require_read(spec: ModelSpec) -> None:

@@ -10,8 +10,10 @@ Inputs: ``input_ids`` (B, T), ``attention_mask`` (B, S) of the S tokens that are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +24,13 @@ from twostroke.core.matrices import Matrix, attention_matrices, has_norm_bias, h
 from twostroke.core.spec import MlaSpec, ModelSpec, MoeSpec
 from twostroke.core.version import __version__
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.onnx_file import CONTRIB, ELEMENT_TYPES, OnnxFile
+from twostroke.interop.moved import Held, Made, new_memory, words_of
+from twostroke.interop.onnx_file import CONTRIB, ELEMENT_TYPES, CountedFile, OnnxFile
 from twostroke.model.latent_attention import LATENT_NORM_EPS
 from twostroke.model.mlp import SWISH_LIMIT, SWISH_SLOPE
 from twostroke.model.norm import norm_offset
 from twostroke.model.rope import angles, by_halves
-from twostroke.model.save import generation_config, write_json, write_tokenizer
+from twostroke.model.save import bytes_of_files, generation_config, write_json, write_tokenizer
 
 GRAPH, DATA, GENAI = "model.onnx", "model.onnx.data", "genai_config.json"
 BLOCK = 32
@@ -56,8 +59,8 @@ def write_graph(source: ExportSource, out: Path, precision: str) -> tuple[str, .
     with (out / DATA).open("wb") as stream:
         graph = _Graph(source, OnnxFile(stream, DATA), precision)
         graph.decoder()
-        graph.file.save(out / GRAPH, spec.family, f"twostroke {__version__}")
-    write_json(out / "config.json", config_from_spec(spec, TORCH_NAMES[precision if precision == "fp16" else "fp32"]))
+    (out / GRAPH).write_bytes(graph.content())
+    write_json(out / "config.json", _config(spec, precision))
     write_json(out / "generation_config.json", generation_config(spec))
     if source.tokenizer is not None:
         write_tokenizer(source.tokenizer, spec, out)
@@ -66,13 +69,50 @@ def write_graph(source: ExportSource, out: Path, precision: str) -> tuple[str, .
     return ()
 
 
+def expect_onnx(source: ExportSource, held: Held, precision: str) -> Made:
+    """What ``write_onnx`` will write."""
+    documents = [] if source.spec.mla is not None else [_genai_config(source.spec)]
+    return expect_graph(source, precision, documents)
+
+
+def expect_graph(source: ExportSource, precision: str, documents: Sequence[dict[str, Any]] = ()) -> Made:
+    """What ``write_graph`` will write, and ``documents`` beside it: the graph is emitted of tensors without content."""
+    file = CountedFile(DATA)
+    graph = _Graph(source, file, precision)
+    graph.decoder()
+    documents = (_config(source.spec, precision), generation_config(source.spec), *documents)
+    n_bytes = file.data_bytes + len(graph.content()) + bytes_of_files(documents, source.tokenizer)
+    words = words_of(source.tokenizer, source.spec)
+    if graph.bits is None:  # changed in type, laid out, and turned to bytes
+        return Made(n_bytes, words, 0, new_memory(file.plain_sizes, 3), 3 * max(file.plain_sizes))
+    encoded: Counter[str] = Counter(words)
+    for bits, n in graph.coded:
+        encoded[f"onnx int{bits}"] += n
+    sizes = [n for _, n in graph.coded]
+    new_bytes = new_memory(file.plain_sizes, 2) + new_memory((4 * n for n in sizes), _ROUNDED_BYTES / 4)
+    return Made(n_bytes, encoded, len(sizes), new_bytes, _ROUNDED_BYTES * max(sizes, default=0))
+
+
+_ROUNDED_BYTES = 14
+"""Of memory a number, while ``in_blocks`` has it in fp32 as itself, as its size and divided by its scale, and as codes."""
+
+
+def _config(spec: ModelSpec, precision: str) -> dict[str, Any]:
+    return config_from_spec(spec, TORCH_NAMES[precision if precision == "fp16" else "fp32"])
+
+
 class _Graph:
     def __init__(self, source: ExportSource, file: OnnxFile, precision: str) -> None:
         self.spec, self.state, self.file = source.spec, source.state, file
+        self.coded: list[tuple[int, int]] = []  # of each matrix in codes their bits, and how many
         self.bits = _BITS.get(precision)
         self.dtype = torch.float16 if precision == "fp16" else torch.float32
         order = torch.arange(self.spec.head_dim)
         self.order = by_halves(order, self.spec) if self.spec.ropes else order
+
+    def content(self) -> bytes:
+        """The file of the graph."""
+        return self.file.content(self.spec.family, f"twostroke {__version__}")
 
     def cast(self, x: str, dtype: torch.dtype) -> str:
         return self.file.node("Cast", x, to=ELEMENT_TYPES[dtype])
@@ -113,6 +153,7 @@ class _Graph:
     def coded_product(self, x: str, weight: Tensor, label: str, bits: int) -> str:
         codes, scales = in_blocks(weight, bits)
         n, k = weight.shape
+        self.coded.append((bits, n * k))
         inputs = (self.file.weight(label, codes), self.file.weight(f"{label}.scales", scales.flatten()))
         return self.file.node(
             "MatMulNBits", x, *inputs, domain=CONTRIB, K=k, N=n, bits=bits, block_size=BLOCK, accuracy_level=_ACCURACY
@@ -143,8 +184,8 @@ class _Graph:
         self.attention_mask = file.input("attention_mask", torch.int64, ("batch", "all_tokens"))
         file.output("logits", torch.float32, ("batch", "tokens", spec.vocab_size))
         self.positions_and_masks(ids)
-        table = self.state["embed.weight"]
-        held = file.weight("embed.weight", table.to(self.dtype if self.bits is None else torch.float16))
+        table = self.dtype if self.bits is None else torch.float16
+        held = file.weight("embed.weight", self.state["embed.weight"].to(table))
         x = file.node("Gather", held, ids)
         x = self.times(x if self.bits is None else self.cast(x, self.dtype), away.embedding_scale)
         if spec.positions == "learned":

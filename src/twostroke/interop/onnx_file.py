@@ -6,9 +6,9 @@ list of nodes, so the ``onnx`` package, of 18 MB, is not needed.
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import torch
@@ -69,7 +69,7 @@ class OnnxFile:
     one is in memory; ``stream`` is the file ``data_name``, beside the graph."""
 
     def __init__(self, stream: BinaryIO, data_name: str) -> None:
-        self._stream, self._data_name = stream, data_name
+        self._stream, self._data_name, self.data_bytes = stream, data_name, 0
         self._parts: list[bytes] = []
         self._known: dict[tuple[torch.dtype, tuple[int, ...], bytes], str] = {}
         self._number = 0
@@ -114,24 +114,42 @@ class OnnxFile:
 
     def weight(self, name: str, value: Tensor) -> str:
         """A tensor in the file beside the graph, under ``name``."""
-        raw = _raw(value)
-        self._stream.write(bytes(-self._stream.tell() % _ALIGNMENT))
-        place = {"location": self._data_name, "offset": str(self._stream.tell()), "length": str(len(raw))}
-        self._stream.write(raw)
+        begin = -(-self.data_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._write(value, begin - self.data_bytes)
+        self.data_bytes = begin + value.nbytes
+        place = {"location": self._data_name, "offset": str(begin), "length": str(value.nbytes)}
         entries = b"".join(_inside(13, _inside(1, key) + _inside(2, text)) for key, text in place.items())
         self._parts.append(_inside(5, self._tensor(name, value) + entries + _whole(14, 1)))
         return name
+
+    def _write(self, value: Tensor, n_before: int) -> None:
+        """``n_before`` zeros, then ``value``."""
+        self._stream.write(bytes(n_before))
+        self._stream.write(_raw(value))
 
     @staticmethod
     def _tensor(name: str, value: Tensor) -> bytes:
         dims = b"".join(_whole(1, n) for n in value.shape)
         return dims + _whole(2, ELEMENT_TYPES[value.dtype]) + _inside(8, name)
 
-    def save(self, file: Path, name: str, producer: str) -> None:
-        """Write the graph to ``file``."""
+    def content(self, name: str, producer: str) -> bytes:
+        """The file of the graph."""
         graph = b"".join(self._parts) + _inside(2, name)
         opsets = (_inside(8, _inside(1, domain) + _whole(2, version)) for domain, version in (("", OPSET), (CONTRIB, 1)))
-        file.write_bytes(_whole(1, _IR_VERSION) + _inside(2, producer) + _inside(7, graph) + b"".join(opsets))
+        return _whole(1, _IR_VERSION) + _inside(2, producer) + _inside(7, graph) + b"".join(opsets)
+
+
+class CountedFile(OnnxFile):
+    """The same without the file beside it, of weights that may be on device "meta". ``plain_sizes``: bytes of those that are no
+    codes."""
+
+    def __init__(self, data_name: str) -> None:
+        super().__init__(io.BytesIO(), data_name)
+        self.plain_sizes: list[int] = []
+
+    def _write(self, value: Tensor, n_before: int) -> None:
+        if value.dtype is not torch.uint8:
+            self.plain_sizes.append(value.nbytes)
 
 
 def _raw(value: Tensor) -> bytes:

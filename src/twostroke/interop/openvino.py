@@ -7,11 +7,13 @@ compressed constants (its ONNX frontend, ``com.microsoft`` operations).
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 from twostroke.core.aside import require_space
 from twostroke.interop.export_targets import ExportSource
-from twostroke.interop.onnx import DATA, GRAPH, write_graph
+from twostroke.interop.moved import Held, Made
+from twostroke.interop.onnx import DATA, GRAPH, expect_graph, write_graph
 
 MODEL = "openvino_model.xml"
 
@@ -34,3 +36,9 @@ def write_openvino(source: ExportSource, out: Path, precision: str) -> tuple[str
     for name in (GRAPH, DATA):
         (out / name).unlink()
     return notes
+
+
+def expect_openvino(source: ExportSource, held: Held, precision: str) -> Made:
+    """What ``write_openvino`` will write, nearly: the weights of the graph. Beside it lies that graph for a while."""
+    graph = expect_graph(source, "fp32" if precision == "fp16" else precision)
+    return replace(graph, n_bytes=graph.n_bytes / 2 if precision == "fp16" else graph.n_bytes)

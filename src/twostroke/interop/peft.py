@@ -10,6 +10,7 @@ from torch import Tensor
 
 from twostroke.core.families import layout
 from twostroke.core.spec import ModelSpec
+from twostroke.interop.held import held_by
 from twostroke.interop.source import SourceModel
 from twostroke.model.adapter_directory import base_directory, read_adapter_config
 from twostroke.model.families import read_entry
@@ -38,6 +39,7 @@ def read_peft(directory: Path) -> SourceModel:
         spec=spec,
         state=lazy_state(spec, get),
         dtype="fp32",
+        held=held_by(directory),
         tokenizer=tokenizer_directory(directory, base),
         notes=(f"the adapters were merged into {base}.",),
     )

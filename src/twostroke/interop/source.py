@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from twostroke.core.spec import ModelSpec
+from twostroke.interop.moved import Held
 from twostroke.model.published.gguf import KeptRows
 
 
@@ -25,13 +26,14 @@ class SourceTokenizer:
 @dataclass(frozen=True)
 class SourceModel:
     """An imported model. ``dtype`` is the format that holds the source's weights exactly, ``auto`` the one that they are stored
-    in unless another is asked for (None: ``dtype``), ``codes`` what is stored as it is. ``tokenizer`` is a directory
-    of files or a tokenizer made from tables."""
+    in unless another is asked for (None: ``dtype``), ``codes`` what is stored as it is. ``held`` says what reading it takes.
+    ``tokenizer`` is a directory of files or a tokenizer made from tables."""
 
     kind: str
     spec: ModelSpec
     state: Mapping[str, Tensor]
     dtype: str
+    held: Held
     tokenizer: Path | SourceTokenizer | None
     notes: tuple[str, ...] = ()
     auto: str | None = None

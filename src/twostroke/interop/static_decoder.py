@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.families import config_from_spec
+from twostroke.core.families import config_from_spec, layout
 from twostroke.core.matrices import block_kinds, layer_kinds
 from twostroke.core.spec import ModelSpec, RopeSpec
 from twostroke.interop.export_targets import ExportSource
+from twostroke.interop.moved import Held, Made
 from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder, capped
 from twostroke.model.experts import ExpertsMlp, choose_experts
@@ -26,7 +27,7 @@ from twostroke.model.latent_attention import LatentAttention
 from twostroke.model.load import filled
 from twostroke.model.mlp import GatedMlp, PlainMlp
 from twostroke.model.rope import angles, by_halves, rotate, turned_by_halves
-from twostroke.model.save import generation_config, write_json, write_tokenizer
+from twostroke.model.save import bytes_of_files, generation_config, write_json, write_tokenizer
 
 CONTEXT = 2048
 """Tokens of the cache, or those of a model that reads fewer: a program sets the whole of it aside from its start."""
@@ -63,6 +64,37 @@ def is_rounded(module: nn.Module, name: str) -> bool:
     """Whether the precision of a program holds for ``module`` of a block: for products, those of routers apart, on which a
     token's path hangs."""
     return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in PLAIN
+
+
+def expect_program(
+    source: ExportSource,
+    held: Held,
+    precision: str,
+    number_bytes: float = 4.0,
+    output_bytes: float | None = None,
+    group_bytes: float | None = None,
+    one_table: bool = False,
+) -> Made:
+    """What such a program holds, nearly: numbers of ``number_bytes``, or products in codes with a scale an output (int8) or a
+    group (int4), a head in int8 and an embedding in numbers. Beside the codes an output takes ``output_bytes`` and a group
+    ``group_bytes``, by default a number each. A tied head is held beside the embedding, but for one in numbers of a program
+    of ``one_table``. What compilers add is not known."""
+    spec = source.spec
+    head = spec.vocab_size * spec.d_model
+    matrices = [entry for entry in layout(spec) if entry.matrix is not None]
+    in_codes = sum(math.prod(entry.shape) for entry in matrices)
+    rest = sum(math.prod(entry.shape) for entry in layout(spec)) - in_codes - (0 if spec.tied_embeddings else head)
+    of_output = number_bytes if output_bytes is None else output_bytes
+    of_group = number_bytes if group_bytes is None else group_bytes
+    if precision not in ("int8", "int4"):
+        n_bytes = number_bytes * (rest + in_codes + (0 if one_table and spec.tied_embeddings else head))
+    elif precision == "int8":
+        n_outputs = sum(entry.shape[0] for entry in matrices) + spec.vocab_size
+        n_bytes = number_bytes * rest + of_output * n_outputs + in_codes + head
+    else:
+        n_bytes = number_bytes * rest + of_output * spec.vocab_size + in_codes * (0.5 + of_group / GROUP) + head
+    n_bytes += bytes_of_files((config_from_spec(spec), generation_config(spec)), source.tokenizer)
+    return Made(n_bytes)
 
 
 def notes_of(spec: ModelSpec) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ts_top": (_INT, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _INT64]),
     "ts_trains_attention": (_INT, []),
     "ts_attend": (None, [_POINTER, _POINTER, _POINTER]),
-    "ts_attend_backward": (None, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "ts_attend_backward": (None, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
 }
 
 

@@ -29,6 +29,8 @@ class _Shape(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("qkv", "first", "cos", "sin")),
         ("rope_rows", ctypes.c_int64),
+        ("cap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -39,7 +41,16 @@ def is_available() -> bool:
     return native is not None and bool(native.ts_trains_attention())
 
 
-def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float) -> _Shape:
+def _shape(
+    qkv: Tensor,
+    first: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    n_heads: int,
+    scale: float,
+    cap: float,
+) -> _Shape:
     n_rows, n_tokens, n_all, width = qkv.shape
     for name, tensor, dtype in (("qkv", qkv, torch.bfloat16), ("first", first, torch.int32)):
         if tensor.dtype != dtype or not tensor.is_contiguous():
@@ -49,12 +60,16 @@ def _shape(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n
             f"head dimension {width} must be a multiple of {NATIVE_HEAD_MULTIPLE}, first {tuple(first.shape)} one per token"
         )
     shape = _Shape(
-        n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, scale, qkv.data_ptr(), first.data_ptr(), None, None, 0
+        n_rows, n_tokens, n_heads, (n_all - n_heads) // 2, width, scale, qkv.data_ptr(), first.data_ptr(), None, None, 0, cap
     )
     if cos is not None and sin is not None:
         if cos.dtype != torch.float32 or cos.shape != sin.shape or cos.shape[1:] != (n_tokens, width // 2):
             raise ValueError(f"angles are {tuple(cos.shape)} {cos.dtype}; fp32 of (1 or rows, tokens, half the width) is read")
         shape.cos, shape.sin, shape.rope_rows = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+    if sinks is not None:
+        if sinks.dtype != torch.float32 or sinks.shape != (n_heads,):
+            raise ValueError(f"sinks are {tuple(sinks.shape)} {sinks.dtype}; fp32, one for each of {n_heads} heads, is read")
+        shape.sinks = sinks.data_ptr()
     return shape
 
 
@@ -69,20 +84,36 @@ def _library() -> ctypes.CDLL:
 
 @torch.library.custom_op("twostroke::packed_attention", mutates_args=())
 def _attend(
-    qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float
+    qkv: Tensor,
+    first: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    n_heads: int,
+    scale: float,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     n_rows, n_tokens, _, width = qkv.shape
     qkv, first = qkv.contiguous(), first.contiguous()
-    cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
+    cos, sin, sinks = (None if t is None else t.contiguous() for t in (cos, sin, sinks))
     out = qkv.new_empty(n_rows, n_tokens, n_heads, width)
     log_sums = torch.empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
-    shape = _shape(qkv, first, cos, sin, n_heads, scale)
+    shape = _shape(qkv, first, cos, sin, sinks, n_heads, scale, cap)
     _library().ts_attend(ctypes.byref(shape), out.data_ptr(), log_sums.data_ptr())
     return out, log_sums
 
 
 @_attend.register_fake
-def _(qkv: Tensor, first: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    qkv: Tensor,
+    first: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sinks: Tensor | None,
+    n_heads: int,
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
     n_rows, n_tokens, _, width = qkv.shape
     return qkv.new_empty(n_rows, n_tokens, n_heads, width), qkv.new_empty(n_rows, n_heads, n_tokens, dtype=torch.float32)
 
@@ -93,19 +124,26 @@ def _attend_backward(
     first: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    sinks: Tensor | None,
     n_heads: int,
     scale: float,
+    cap: float,
     out: Tensor,
     log_sums: Tensor,
     gradient: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     qkv, first, out, log_sums, gradient = (t.contiguous() for t in (qkv, first, out, log_sums, gradient))
-    cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
-    qkv_gradient = torch.empty_like(qkv)
-    shape = _shape(qkv, first, cos, sin, n_heads, scale)
-    pointers = (t.data_ptr() for t in (out, log_sums, gradient, qkv_gradient))
-    _library().ts_attend_backward(ctypes.byref(shape), *pointers)
-    return qkv_gradient
+    cos, sin, sinks = (None if t is None else t.contiguous() for t in (cos, sin, sinks))
+    qkv_gradient, sink_gradient = torch.empty_like(qkv), _sink_gradient(qkv, sinks, n_heads)
+    shape = _shape(qkv, first, cos, sin, sinks, n_heads, scale, cap)
+    pointers = [t.data_ptr() for t in (out, log_sums, gradient, qkv_gradient)]
+    _library().ts_attend_backward(ctypes.byref(shape), *pointers, None if sinks is None else sink_gradient.data_ptr())
+    return qkv_gradient, sink_gradient
+
+
+def _sink_gradient(qkv: Tensor, sinks: Tensor | None, n_heads: int) -> Tensor:
+    """Room for the gradient of each row's sinks, so that their sum over rows does not depend on threads; none without sinks."""
+    return qkv.new_empty(0 if sinks is None else qkv.shape[0], n_heads, dtype=torch.float32)
 
 
 @_attend_backward.register_fake
@@ -114,36 +152,48 @@ def _(
     first: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    sinks: Tensor | None,
     n_heads: int,
     scale: float,
+    cap: float,
     out: Tensor,
     log_sums: Tensor,
     gradient: Tensor,
-) -> Tensor:
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), _sink_gradient(qkv, sinks, n_heads)
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, first, cos, sin, n_heads, scale = inputs
-    ctx.save_for_backward(qkv, first, cos, sin, *output)
-    ctx.of = (n_heads, scale)  # type: ignore[attr-defined]
+    qkv, first, cos, sin, sinks, *of = inputs
+    ctx.save_for_backward(qkv, first, cos, sin, sinks, *output)
+    ctx.of = of  # type: ignore[attr-defined]
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, first, cos, sin, out, log_sums = ctx.saved_tensors  # type: ignore[attr-defined]
-    qkv_gradient = _attend_backward(qkv, first, cos, sin, *ctx.of, out, log_sums, gradients[0])  # type: ignore[attr-defined]
-    return qkv_gradient, None, None, None, None, None
+    *read, out, log_sums = ctx.saved_tensors  # type: ignore[attr-defined]
+    qkv_gradient, by_row = _attend_backward(*read, *ctx.of, out, log_sums, gradients[0])  # type: ignore[attr-defined]
+    return qkv_gradient, None, None, None, None if read[-1] is None else by_row.sum(0), None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
-def packed_attention(qkv: Tensor, first: Tensor, rope: tuple[Tensor, Tensor] | None, n_heads: int, scale: float) -> Tensor:
+def packed_attention(
+    qkv: Tensor,
+    first: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    n_heads: int,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(q·kᵀ·scale)·v of (B, T, H + 2K, D) bf16 as (B, T, H, D): query t sees keys ``first[b, t]`` … t.
 
     ``first`` (B, T) int32 must not fall along a row and not exceed t. ``rope`` are cos and sin, fp32 (B or 1, T, D/2), by which
-    queries and keys are turned on the way. Gradients reach ``qkv``. Proven in tests/kernels/test_training_attention.py.
+    queries and keys are turned on the way. With ``cap`` scores are bounded to cap·tanh(score/cap); ``sinks`` (H,) are one more
+    score a head, without a value. Gradients reach ``qkv`` and ``sinks``. Proven in tests/kernels/test_training_attention.py.
     """
     cos, sin = (None, None) if rope is None else rope
-    result: Tensor = _attend(qkv, first, cos, sin, n_heads, scale)[0]
+    sinks = None if sinks is None else sinks.float()
+    result: Tensor = _attend(qkv, first, cos, sin, sinks, n_heads, scale, cap or 0.0)[0]
     return result

@@ -40,9 +40,7 @@ def prefers_explicit(device: torch.device, dtype: torch.dtype, n_tokens: int, tr
 
 def must_be_explicit(spec: ModelSpec, device: torch.device, dtype: torch.dtype, n_tokens: int, training: bool) -> bool:
     """``prefers_explicit``, or scores are bounded or have sinks beside them, which SDPA cannot do."""
-    away = spec.departures
-    unusual = away.attention_cap is not None or away.attention_sinks
-    return unusual or prefers_explicit(device, dtype, n_tokens, training)
+    return policy.is_beyond_sdpa(spec) or prefers_explicit(device, dtype, n_tokens, training)
 
 
 def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, training: bool) -> bool:
@@ -186,19 +184,24 @@ class Attention(nn.Module):
         reordered = rope is not None and not turned_by_halves(self.spec)
         first = mask if mask is not None and mask.dtype == torch.int32 else None
         if first is not None and not reordered and self.q_norm is None:
-            return training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2)
+            return self._natively(qkv, first, rope)
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._norm_heads(self.q_norm, q), self._norm_heads(self.k_norm, k)
         if reordered:
             q, k = by_halves(q, self.spec), by_halves(k, self.spec)
         if first is not None:  # the native operator splits and rotates qkv itself
-            qkv = torch.cat((q, k, v), dim=2)
-            return training_attention.packed_attention(qkv, first, rope, self.n_heads, self.scale).flatten(2)
+            return self._natively(torch.cat((q, k, v), dim=2), first, rope)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         weighted_values = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim)
+
+    def _natively(
+        self, qkv: Float[Tensor, "B T heads D"], first: Int[Tensor, "B T"], rope: tuple[Tensor, Tensor] | None
+    ) -> Float[Tensor, "B T HD"]:
+        attend = training_attention.packed_attention
+        return attend(qkv, first, rope, self.n_heads, self.scale, self.cap, self.sinks).flatten(2)
 
     def attend(
         self,

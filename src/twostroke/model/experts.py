@@ -59,7 +59,10 @@ class ExpertMatrix(nn.Module):
         """Each row times its expert's matrix. Rows are sorted by ``expert``; expert e's end before ``ends[e]``."""
         dtype = compute_dtype(x.device, self.weight.dtype)
         y = grouped_linear(x.to(dtype), self.weight.unflatten(0, (self.copies, -1)).to(dtype), ends)
-        return y if self.bias is None else y + self.bias.unflatten(0, (self.copies, -1))[expert].to(dtype)
+        if self.bias is None:
+            return y
+        chosen = F.one_hot(expert, self.copies).to(dtype)  # a product: the gradient of indexing adds up row by row
+        return y + chosen @ self.bias.unflatten(0, (self.copies, -1)).to(dtype)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -146,6 +149,10 @@ class ExpertsMlp(nn.Module):
             self.load.add_(counts)
         if self.balance_weight == 0.0 and self.z_weight == 0.0:
             return y
-        balance = n_experts * (torch.softmax(logits, dim=-1).mean(dim=0) * (counts / chosen.numel())).sum()
+        shares = self._shares_of_choices(counts, chosen.numel())
+        balance = n_experts * (torch.softmax(logits, dim=-1).mean(dim=0) * shares).sum()
         z = logits.logsumexp(dim=-1).square().mean()
         return _AddLoss.apply(y, n * (self.balance_weight * balance + self.z_weight * z), self.loss_scale)
+
+    def _shares_of_choices(self, counts: Float[Tensor, " X"], n_choices: int) -> Float[Tensor, " X"]:
+        return counts / n_choices

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError
@@ -20,9 +21,8 @@ from twostroke.model.lazy_state import LazyState
 from twostroke.model.published.reading import QuantisedWeights
 from twostroke.model.published.storage import FLOATS
 from twostroke.model.safetensors_file import WeightFiles
-from twostroke.model.save import save_model
 
-__all__ = ["load_model", "load_state", "save_model", "torch_dtype"]
+M = TypeVar("M", bound=nn.Module)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,12 +44,20 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
     directory = Path(directory)
     if is_adapter_directory(directory):
         return open_merged(directory, open_weights)
+    spec, files = open_files(directory)
+    if isinstance(files, QuantisedWeights):
+        return spec, files.get
+    return spec, lambda name: files.get(stored_name(spec, name, files.infos))
+
+
+def open_files(directory: Path) -> tuple[ModelSpec, WeightFiles | QuantisedWeights]:
+    """The spec of ``directory``, which holds no adapters, and its files; the checks and errors of ``open_weights``."""
     config = read_config(directory)
     spec = read_spec(directory)
     spec.require_buildable()
     if config.get("quantization_config"):
         quantised = QuantisedWeights(directory)
-        return quantised.spec, quantised.get
+        return quantised.spec, quantised
     files = WeightFiles(directory)
     expected: set[str] = set()
     for entry in layout(spec):
@@ -74,7 +82,7 @@ def open_weights(directory: Path | str) -> tuple[ModelSpec, Callable[[str], Tens
             f"{directory} holds {len(unexpected)} tensor(s) that a {spec.family} model of its config.json does not have, "
             f"such as {unexpected[0]!r}. Leaving them out would change what the model computes."
         )
-    return spec, lambda name: files.get(stored_name(spec, name, files.infos))
+    return spec, files
 
 
 def load_state(directory: Path | str) -> tuple[ModelSpec, LazyState]:
@@ -99,12 +107,12 @@ def load_model(directory: Path | str, dtype: str = "fp32", device: torch.device 
 
 
 @torch.no_grad()
-def filled(decoder: Decoder, device: torch.device | str, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
-    """``decoder``, which is on device "meta", on ``device`` with ``tensors`` by canonical name."""
-    decoder = decoder.to_empty(device=device).eval()
-    for buffer in decoder.buffers():
+def filled(module: M, device: torch.device | str, tensors: Iterable[tuple[str, Tensor]]) -> M:
+    """``module``, a decoder or a part of one on device "meta", on ``device`` with ``tensors`` by their names in it."""
+    module = module.to_empty(device=device).eval()
+    for buffer in module.buffers():
         buffer.zero_()
-    held = decoder.tensors
+    held = module.state_dict()
     for name, tensor in tensors:
         held[name].copy_(tensor)
-    return decoder
+    return module

@@ -33,7 +33,7 @@ _ELEMENT_BYTES = {
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 
-_TAGS = {
+TAGS = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
     torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
     torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3",
@@ -47,7 +47,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], made_b
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _TAGS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned when the file is mapped
     return len(text).to_bytes(8, "little") + text

@@ -92,12 +92,46 @@ def fill_directory(
     """Write the canonical ``state`` and its tokenizer to ``directory``, which exists. Raises CorruptFileError for a state that
     is not ``spec``'s, and the errors of ``write_tokenizer``."""
     _check_names(spec, state)
-    quantised = {} if kept is None else {"quantization_config": kept.config}
-    write_json(directory / "config.json", config_from_spec(spec, TORCH_NAMES[dtype]) | quantised)
+    write_json(directory / "config.json", _config(spec, dtype, kept))
     write_json(directory / "generation_config.json", generation_config(spec))
     _write_state(spec, state, dtype, directory, max_shard_bytes, kept)
     if tokenizer_path is not None:
         write_tokenizer(tokenizer_path, spec, directory)
+
+
+def _config(spec: ModelSpec, dtype: str, kept: KeptRows | None) -> dict[str, Any]:
+    return config_from_spec(spec, TORCH_NAMES[dtype]) | ({} if kept is None else {"quantization_config": kept.config})
+
+
+def bytes_to_save(spec: ModelSpec, dtype: str, tokenizer_bytes: int, kept: KeptRows | None = None) -> int:
+    """Bytes of the directory that ``fill_directory`` will write. ``tokenizer_bytes``: ``bytes_of_tokenizer``."""
+    documents = _config(spec, dtype, kept), generation_config(spec)
+    return bytes_of_weights(_due(spec, dtype, kept)) + bytes_of_files(documents) + tokenizer_bytes
+
+
+def bytes_of_weights(due: Due, made_by: str = "pt") -> int:
+    """Bytes of the files that ``write_tensors`` makes of ``due``."""
+    n_bytes = _sizes(due)
+    shards = _shards(n_bytes, MAX_SHARD_BYTES)
+    headers = sum(len(header_of({name: due[name] for name in names}, made_by)) for names in shards)
+    index = len(_json(_index(shards, sum(n_bytes.values())))) if len(shards) > 1 else 0
+    return headers + sum(n_bytes.values()) + index
+
+
+def bytes_of_files(documents: Iterable[dict[str, Any]], tokenizer: Path | None = None) -> int:
+    """Bytes of what ``write_json`` makes of ``documents`` and ``write_tokenizer`` copies of ``tokenizer``. What that one makes
+    itself, a ``tokenizer_config.json`` of some 200 bytes, is not counted."""
+    return sum(len(_json(document)) for document in documents) + bytes_of_tokenizer(tokenizer)
+
+
+def bytes_of_tokenizer(source: Path | None) -> int:
+    """Bytes of the files that ``write_tokenizer`` copies of ``source``."""
+    if source is None:
+        return 0
+    if not source.is_dir():
+        return source.stat().st_size
+    own = "generation_config.json"  # takes the place of the one that was made of the spec, of the same size or nearly
+    return sum(file.stat().st_size for name in COMPANION_FILES if (file := source / name).is_file() and name != own)
 
 
 def require_writable(target: Path, replace: bool, others: Collection[str] = ()) -> None:
@@ -148,12 +182,17 @@ def written_aside(target: Path) -> Iterator[Path]:
 def require_finite(name: str, tensor: Tensor) -> Tensor:
     """Return ``tensor``, the weight ``name``, or raise CorruptFileError if it holds a NaN or an infinity. It takes one pass
     without memory."""
-    least, most = torch.aminmax(tensor)  # both are NaN where a weight is; ten times as fast as a sum in fp64
-    if not (math.isfinite(least) and math.isfinite(most)):
+    if not is_finite(tensor):
         raise CorruptFileError(
             f"tensor {name!r} holds values that are not finite. The model is damaged; copy or download it again."
         )
     return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number of ``tensor`` is a NaN or an infinity."""
+    least, most = torch.aminmax(tensor)  # both are NaN where a weight is; ten times as fast as a sum in fp64
+    return math.isfinite(least) and math.isfinite(most)
 
 
 def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
@@ -170,7 +209,11 @@ def _check_names(spec: ModelSpec, state: Mapping[str, Tensor]) -> None:
 
 def write_json(file: Path, document: dict[str, Any]) -> None:
     """``document`` as the file ``file``, indented, in UTF-8."""
-    file.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_bytes(_json(document))
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def generation_config(spec: ModelSpec) -> dict[str, Any]:
@@ -206,20 +249,45 @@ def _write_state(
     max_shard_bytes: int,
     kept: KeptRows | None,
 ) -> None:
-    wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
     shapes = {} if kept is None else kept.shapes
-    parts = {part.name: entry.stored_shape(part) for entry in layout(spec) for part in entry.parts}
-    due = {name: (wanted, shape) for name, shape in parts.items() if name not in shapes}
     tensors: Iterator[tuple[str, Tensor | memoryview]] = stored_tensors(spec, state, dtype, shapes)
-    if kept is not None:  # behind the numbers, because blocks of odd sizes would move these from their places
-        due |= {f"{name.removesuffix('.weight')}{ROWS}": (torch.uint8, shape) for name, shape in shapes.items()}
-        rows = ((f"{name.removesuffix('.weight')}{ROWS}", kept.read(name)) for name in shapes)
-        tensors = itertools.chain(tensors, rows)
-    write_tensors(due, tensors, directory, max_shard_bytes)
+    if kept is not None:
+        tensors = itertools.chain(tensors, ((_rows(name), kept.read(name)) for name in shapes))
+    write_tensors(_due(spec, dtype, kept), tensors, directory, max_shard_bytes)
+
+
+def _rows(name: str) -> str:
+    return f"{name.removesuffix('.weight')}{ROWS}"
 
 
 Due = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of each tensor of a file, by stored name."""
+
+
+def _due(spec: ModelSpec, dtype: str, kept: KeptRows | None) -> Due:
+    """Numbers, and behind them the rows of ``kept``: blocks of odd sizes would move numbers from their places."""
+    wanted: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    shapes = {} if kept is None else kept.shapes
+    parts = {part.name: entry.stored_shape(part) for entry in layout(spec) for part in entry.parts}
+    due = {name: (wanted, shape) for name, shape in parts.items() if name not in shapes}
+    return due | {_rows(name): (torch.uint8, shape) for name, shape in shapes.items()}
+
+
+def _sizes(due: Due) -> dict[str, int]:
+    return {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in due.items()}
+
+
+def _shards(n_bytes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file; one larger than ``max_shard_bytes`` is a file of its own."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, size in n_bytes.items():
+        if shards[-1] and held + size > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
 
 
 def write_tensors(
@@ -235,15 +303,8 @@ def write_tensors(
     Memory: one tensor. Where tensors are decoded, the disk takes those before meanwhile. Raises OSError, and ValueError for a
     tensor that is not as ``due`` says.
     """
-    n_bytes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in due.items()}
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name in due:
-        if shards[-1] and held + n_bytes[name] > max_shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += n_bytes[name]
+    n_bytes = _sizes(due)
+    shards = _shards(n_bytes, max_shard_bytes)
     pieces = _pieces(due, n_bytes, iter(tensors))
     files = []
     for number, names in enumerate(shards, start=1):
@@ -293,12 +354,20 @@ def _name_shards(files: Sequence[Path], names: Sequence[Sequence[str]], total_by
     if len(files) == 1:
         files[0].rename(directory / SINGLE_NAME)
         return
+    for number, file in enumerate(files, start=1):
+        file.rename(directory / _shard_name(number, len(files)))
+    write_json(directory / INDEX_NAME, _index(names, total_bytes))
+
+
+def _shard_name(number: int, n_shards: int) -> str:
+    return f"model-{number:05d}-of-{n_shards:05d}.safetensors"
+
+
+def _index(shards: Sequence[Sequence[str]], total_bytes: int) -> dict[str, Any]:
     weight_map: dict[str, str] = {}
-    for file, held in zip(files, names, strict=True):
-        final = f"{file.stem}-of-{len(files):05d}.safetensors"
-        file.rename(directory / final)
-        weight_map |= dict.fromkeys(held, final)
-    write_json(directory / INDEX_NAME, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    for number, names in enumerate(shards, start=1):
+        weight_map |= dict.fromkeys(names, _shard_name(number, len(shards)))
+    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
 
 
 def write_tokenizer(source: Path, spec: ModelSpec, directory: Path) -> None:

@@ -55,6 +55,15 @@ def calibration_batches(directory: Path, spec: ModelSpec, sources: Sequence[str]
     return list(tokens.split(_BATCH_ROWS))
 
 
+def has_run(directory: Path) -> bool:
+    """Whether the model in ``directory`` belongs to a run here, whose text is there unless it was removed."""
+    return _record(directory).is_file()
+
+
+def _record(directory: Path) -> Path:
+    return directory.parent / "recipe.json"
+
+
 def _of_sources(directory: Path, sources: Sequence[str], n_tokens: int) -> np.ndarray:
     tokenizer = load_tokenizer(directory)
     eos_id = eos_id_of(tokenizer, directory)
@@ -69,7 +78,7 @@ def _of_sources(directory: Path, sources: Sequence[str], n_tokens: int) -> np.nd
 
 def _of_the_run(directory: Path, length: int, n_tokens: int) -> np.ndarray | None:
     """Rows spread evenly over the training part of the run that the model lies in."""
-    record = directory.parent / "recipe.json"
+    record = _record(directory)
     if not record.is_file():
         return None
     try:

@@ -1,8 +1,9 @@
 """Which tensors of a model a scheme touches, and how a directory that we write says which it holds.
 
-Directories are in compressed-tensors' layout, so that vLLM and transformers open them as they are: the scheme's own
-(``core.schemes``), or "mixed-precision" with some matrices in the scheme beside it, where each group of matrices names its
-format. ``model.published`` reads them, as it reads everybody's.
+Directories are in compressed-tensors' layout, so that vLLM opens them as they are: the scheme's own (``core.schemes``), or
+"mixed-precision" with some matrices in the scheme beside it, where each group of matrices names its format.
+``model.published`` reads them, as it reads everybody's. What transformers opens of them, and what it refuses for reasons of its
+own, stands in ``docs/formats.md``.
 """
 
 from __future__ import annotations

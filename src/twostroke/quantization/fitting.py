@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from twostroke.model.rope import tables_by_layer
 from twostroke.planner.work.params import count_parameters
 from twostroke.quantization.awq import Fold, fold_scales, folds, search_scales, shared
 from twostroke.quantization.gptq import round_with_compensation
+from twostroke.quantization.kept_codes import KeptCodes
 from twostroke.quantization.roundings import DEFAULT_ROUNDING, ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class Fitted:
     text was a single row. ``scaled`` are the tensors that were scaled first, ``norms`` those of norms, as they became;
     ``nearest`` counts experts' matrices that too few rows reached."""
 
-    codes: dict[str, Codes]
+    codes: Mapping[str, Codes]
     int8: frozenset[str]
     judgement: Judgement | None
     n_tokens: int
@@ -132,15 +134,17 @@ def fit_codes(
     max_kl_nats: float = MAX_KL_NATS,
     progress: Progress | None = None,
     rounding: Rounding = ROUNDINGS[DEFAULT_ROUNDING],
+    folder: Path | None = None,
 ) -> Fitted:
     """Codes for all matrices of ``decoder``'s blocks, fitted to seven eighths of ``batches`` and judged on the rest.
 
-    The decoder is left as it was. Memory beside it: the codes (a byte a weight), one block twice, sums of its inputs in fp64,
-    the inputs of one block's matrices, and the activations of all tokens between two blocks, twice.
+    The decoder is left as it was. Memory beside it: the codes (a byte a weight; with a ``folder`` they wait in a file there),
+    one block twice, sums of its inputs in fp64, the inputs of one block's matrices, and the activations of all tokens between
+    two blocks, twice.
     """
     text, way = Text.of(batches), Way(SCHEMES[f"int4-g{group}"], rounding)
-    (first,) = fit_ways(decoder, text, [way], progress)
-    return within(decoder, text, way, first, max_kl_nats, progress)
+    (first,) = fit_ways(decoder, text, [way], progress, folder=folder)
+    return within(decoder, text, way, first, max_kl_nats, progress, folder)
 
 
 class Text(NamedTuple):
@@ -158,7 +162,13 @@ class Text(NamedTuple):
 
 @torch.inference_mode()
 def within(
-    decoder: Decoder, text: Text, way: Way, fitted: Fitted, max_kl_nats: float, progress: Progress | None = None
+    decoder: Decoder,
+    text: Text,
+    way: Way,
+    fitted: Fitted,
+    max_kl_nats: float,
+    progress: Progress | None = None,
+    folder: Path | None = None,
 ) -> Fitted:
     """``fitted``, which ``fit_ways`` found, with so many matrices in the scheme beside it that its KL is at most
     ``max_kl_nats``: those with the most KL a weight first. What one matrix costs is measured with that one rounded alone."""
@@ -176,7 +186,7 @@ def within(
         allowed *= 1.0 if number == 1 else max_kl_nats / judged.kl_nats
         chosen = _promoted(sensitivity, {name: decoder.get_parameter(name).numel() for name in sensitivity}, fitted.int8,
                            allowed / factor if number < PASSES - 1 else 0.0)  # fmt: skip
-        (fitted,) = fit_ways(decoder, text, [Way(way.scheme, way.rounding, chosen)], tell)
+        (fitted,) = fit_ways(decoder, text, [Way(way.scheme, way.rounding, chosen)], tell, folder=folder)
     return fitted
 
 
@@ -201,6 +211,7 @@ def fit_ways(
     ways: Sequence[Way],
     progress: Progress | None = None,
     keep: Sequence[Way] | None = None,
+    folder: Path | None = None,
 ) -> list[Fitted]:
     """The codes of each way, and what they cost, in one walk over the blocks. Every way has a rounded stream of its own; what
     the exact model brings to each matrix, and the scales of its inputs, are found once. ``keep``: the ways whose codes are
@@ -209,7 +220,7 @@ def fit_ways(
     walk = _Walk(decoder, text.fitted_to.shape[1])
     fitted_to = [walk.embed(t) for t in text.fitted_to.split(_Walk.ROWS)] if any(way.fits for way in ways) else []
     judged = [walk.embed(t) for t in text.judged.split(_Walk.ROWS)] if len(text.judged) else []
-    models = [_Model(walk, way, fitted_to, judged, keep is None or way in keep) for way in ways]
+    models = [_Model(walk, way, fitted_to, judged, keep is None or way in keep, folder) for way in ways]
     n_blocks = len(decoder.blocks)
     for i, block in enumerate(decoder.blocks):
         seen = _Seen(decoder, i)
@@ -283,11 +294,13 @@ class _Model:
     """A model whose blocks are rounded in one way, and its streams: of the rows that it is fitted to, and of those that judge
     it."""
 
-    def __init__(self, walk: _Walk, way: Way, fitted_to: list[Tensor], judged: list[Tensor], keep: bool) -> None:
+    def __init__(
+        self, walk: _Walk, way: Way, fitted_to: list[Tensor], judged: list[Tensor], keep: bool, folder: Path | None
+    ) -> None:
         self.walk, self.way, self.keep = walk, way, keep
         self.fitted_to = list(fitted_to) if way.fits and way.rounding.compensated else []
         self.judged = list(judged)
-        self.codes: dict[str, Codes] = {}
+        self.codes: MutableMapping[str, Codes] = {} if folder is None else KeptCodes(folder)
         self.scaled: dict[str, Scaled] = {}
         self.norms: dict[str, Tensor] = {}
         self.nearest = 0
@@ -475,23 +488,30 @@ def _log_probabilities(decoder: Decoder, stream: Float[Tensor, "T E"]) -> Float[
 
 
 def _sensitivities(decoder: Decoder, judged: Tensor, fitted: Fitted, tell: Progress) -> dict[str, float]:
-    """KL of the model with one matrix rounded, for each of ``fitted``'s codes; less than nothing cannot be."""
+    """KL of the model with one matrix rounded, for each of ``fitted``'s codes; less than nothing cannot be. Streams of a
+    block's matrices go on together, because each block may be read for it."""
     rows = judged[: max(1, SENSITIVITY_TOKENS // judged.shape[1])]
     walk = _Walk(decoder, rows.shape[1])
     streams = [walk.embed(rows)]
     for i, block in enumerate(decoder.blocks):
         streams.append(walk.block(i, block, streams[-1]))
+    of_block: dict[int, list[str]] = {}
+    for canonical in fitted.codes:
+        of_block.setdefault(int(canonical.split(".")[1]), []).append(canonical)
     found: dict[str, float] = {}
-    for n_done, (canonical, codes) in enumerate(fitted.codes.items()):
-        tell(n_done / len(fitted.codes), f"what {canonical} costs")
-        _, number, name = canonical.removesuffix(".weight").split(".", 2)
-        first = int(number)
-        own = copy.deepcopy(decoder.blocks[first])
-        _weight(own, name).copy_(fitted.scaled.get(canonical, Scaled()).undone(codes.values()))
-        x = walk.block(first, own, streams[first])
+    for first, names in of_block.items():
+        tell(len(found) / len(fitted.codes), f"what matrices of block {first + 1} cost")
+        others = {}
+        for canonical in names:
+            own = copy.deepcopy(decoder.blocks[first])
+            weight = fitted.scaled.get(canonical, Scaled()).undone(fitted.codes[canonical].values())
+            own.get_parameter(canonical.removeprefix(f"blocks.{first}.")).copy_(weight)
+            others[canonical] = walk.block(first, own, streams[first])
         for i in range(first + 1, len(decoder.blocks)):
-            x = walk.block(i, decoder.blocks[i], x)
-        (one,) = _judge(decoder, [streams[-1]], [[x]], rows)
-        assert one is not None
-        found[canonical] = max(0.0, one.kl_nats)
+            block = decoder.blocks[i]
+            others = {canonical: walk.block(i, block, x) for canonical, x in others.items()}
+        for canonical, x in others.items():
+            (one,) = _judge(decoder, [streams[-1]], [[x]], rows)
+            assert one is not None
+            found[canonical] = max(0.0, one.kl_nats)
     return found

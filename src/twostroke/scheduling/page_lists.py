@@ -61,15 +61,16 @@ class PageLists:
         root = root_of_weights(root_of(request.client) if self.config.separate_prefixes else ROOT, request.weights)
         return root if request.adapter is None else root_beside(root, request.adapter.key)
 
-    def register(self, request: Request) -> None:
-        """Offer the pages that this step filled to the prefix tree."""
+    def register(self, request: Request, n_pages: int | None = None) -> None:
+        """Offer the pages that this step filled to the prefix tree, or the first ``n_pages`` of them."""
         page_tokens, keys = self.config.page_tokens, request.page_keys
+        n_pages = request.n_computed // page_tokens if n_pages is None else n_pages
         self.hash_full_pages(request)
-        for i in range(request.n_registered, min(request.n_computed // page_tokens, len(keys))):
+        for i in range(request.n_registered, min(n_pages, len(keys))):
             tokens = request.tokens[i * page_tokens : (i + 1) * page_tokens]
             before, begins = (keys[i - 1], None) if i else (self.root_of(request), self._adapter_of(request))
             self.pool.tree.insert(keys[i], tokens, request.pages[i], before, begins)
-        request.n_registered = request.n_computed // page_tokens
+        request.n_registered = n_pages
 
     def _adapter_of(self, request: Request) -> str:
         return "" if request.adapter is None else request.adapter.name

@@ -8,37 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
-from time import monotonic
-from typing import Protocol
 
 from twostroke.core.errors import CapacityError, InputError
 from twostroke.core.policy import BEHIND_TOKENS, BESIDE_TOKENS, QUIET_STEPS
 from twostroke.scheduling.accounts import OUTPUT_WEIGHT, Accounts
+from twostroke.scheduling.admission import Adapters, Admission, slots_of
 from twostroke.scheduling.beams import Beams, BeamSearch
 from twostroke.scheduling.lower_tier import LowerTier
 from twostroke.scheduling.pace import Pace, Room
 from twostroke.scheduling.page_lists import PageLists
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.request import FinishReason, Request, Status
-from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.scheduling.step import Propose, ScheduledStep, SchedulerConfig
 from twostroke.scheduling.waiting import WaitingQueue, queue_rank
-
-__all__ = ["ScheduledStep", "Scheduler", "SchedulerConfig"]
-
-LEAST_BEGUN = 0.25
-"""Share of a page that a prompt must have in common with one for that page to be copied: fewer tokens are computed as fast."""
-
-MOST_PASSED = 8
-"""Times that a waiting request lets a later one of its client go first."""
-
-
-class Adapters(Protocol):
-    """Who holds adapters in memory for requests that run. ``claim`` returns False if there is no room beside the others."""
-
-    def claim(self, request: Request) -> bool: ...
-
-    def release(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -72,13 +54,9 @@ class Scheduler:
     share whole pages; one that is about to write to a page that others hold too gets a copy of it. If one is preempted, all
     are. Then what they have in common is computed once, they share its pages again, and decode once each has caught up.
 
-    A request with an adapter also needs room for that in memory, which ``adapters`` gives it while it runs.
-
-    A prompt that parts from a known one within a page takes over what comes before, in a copy of that page. The page is held
-    until the step is over, so that nobody else writes to it before it is copied.
-
-    Pages that the prefix tree has lost may be in the tier ``lower``. An admitted request loads them before its first chunk, in
-    slices if other requests decode. Those of adapters are not in it, because their keys mean nothing to another engine.
+    What a request runs with (pages, a slot, room for its adapter) is given and taken back by ``admission``. Pages that the
+    prefix tree has lost may be in a lower tier: an admitted request loads them before its first chunk, in slices if other
+    requests decode.
     """
 
     look_ahead = 8
@@ -93,35 +71,26 @@ class Scheduler:
         pace: Pace | None = None,
     ) -> None:
         self.config = config
-        self.adapters = adapters
-        self.lower = lower
         self.pace = pace
         self.pool = pool or PagePool(config.n_pages)
         self.page_lists = PageLists(config, self.pool)
+        self.admission = Admission(config, self.page_lists, adapters, lower, self._tokens_to_hold)
         self.requests: dict[str, Request] = {}  # unfinished ones
         self._waiting = WaitingQueue()
         self._n_held = 0  # forks that wait for their original to compute the prompt; they are not in ``_waiting``
         self._accounts = Accounts()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; finished requests stay in it until their deadline
-        self._copied: list[Request] = []  # those that need a page copied in the current step
-        self._sources: list[int] = []  # cached pages that are copied in the current step, and must not be given away before
         self.searching: list[Beams] = []  # of the running requests that search
         self._prefilling: list[Request] = []  # admitted, prompt not yet computed; in order of admission
         self._decoding: list[Request] = []  # exactly one token is due
-        self._slots = list(range(config.max_running - 1, -1, -1))
         self._in_flight: ScheduledStep | None = None
         self._unreported_growth: list[Request] = []  # ``grown`` of an abandoned step, reported with the next one
-        # The request that found too few pages, and ``pool.n_released`` at that time: until pages come back it finds too few
-        # again.
-        self._blocked: tuple[Request, int] | None = None
         self._n_arrived = 0
         self._n_steps = 0
         self._until_quiet = 0  # number of the step from which on no request of priority 0 was seen lately
         self.n_preemptions = 0
         self.n_drafted = 0  # tokens that steps checked
         self.n_drafts_right = 0
-        self.n_prompt_tokens = 0  # of all admitted requests; a preempted request counts once
-        self.n_prefix_hit_tokens = 0  # those of them that the prefix tree held or the original of a fork had computed
 
     @property
     def n_waiting(self) -> int:
@@ -154,7 +123,7 @@ class Scheduler:
                 "Shorten the prompt or raise max_model_len."
             )
         request.limit = min(request.limit, c.max_model_len)
-        n_pages = self._most_pages(request)
+        n_pages = self.admission.most_pages(request)
         if request.beams is not None:
             if request.beams.width > c.max_running:
                 raise InputError(
@@ -225,7 +194,7 @@ class Scheduler:
                 self._preempt(request)
         self.n_preemptions = n_preemptions
         self.page_lists.weights = weights
-        self._blocked = None
+        self.admission.unblock()
         for request in self.requests.values():
             first = request if request.fork_of is None else request.fork_of
             if carry_on or (first.status is Status.WAITING and first.n_preemptions == 0):
@@ -245,7 +214,7 @@ class Scheduler:
             raise RuntimeError("schedule() was called before update() of the step under way")
         grown, self._unreported_growth = self._unreported_growth, []
         preempted: list[str] = []
-        self._copied = []
+        self.admission.copied = []
         for request in [r for r in self._decoding if r.n_computed >= r.capacity]:
             if request.status is Status.RUNNING:  # an earlier request of this loop may have preempted it
                 self._allocate_one_page(request, grown, preempted)
@@ -259,7 +228,8 @@ class Scheduler:
         under_way = sorted(self._prefilling, key=queue_rank) if len(self._prefilling) > 1 else self._prefilling.copy()
         if self.searching:
             under_way = [r for r in under_way if self._due(r) > 0]
-        first = self._waiting.first() if admitting and self._slots else None
+        admission = self.admission
+        first = self._waiting.first() if admitting and admission.slots else None
         ahead = min((r.priority for r in (*under_way[:1], *(() if first is None else (first,)))), default=None)
         requests = self._decoding.copy() if ahead is None else self._not_behind(ahead)
         n_decodes = len(requests)
@@ -268,7 +238,7 @@ class Scheduler:
         room: Room | None = None
         under_way.reverse()  # pop() takes the last, in constant time
         while budget > 0:
-            first = self._waiting.first() if admitting and self._slots else None
+            first = self._waiting.first() if admitting and admission.slots else None
             if first is not None and under_way and queue_rank(under_way[-1]) < queue_rank(first):
                 first = None
             if first is None and not under_way:
@@ -282,14 +252,13 @@ class Scheduler:
                     break
             if first is None:
                 under_way.pop()
-            elif (admitted := self._admit_first(first, copies)) is not None:
-                self._waiting.remove(admitted)
+            elif (admitted := self._admit(first, copies)) is not None:
                 grown.append(admitted)
                 request = admitted
             else:
                 admitting = False
                 continue
-            if request.restorable and self.lower is not None and not self._restore(request, self.lower, n_decodes > 0):
+            if request.restorable and admission.lower is not None and not admission.restore(request, n_decodes > 0):
                 continue  # it loads further pages in the next step
             n = self._chunk(self._due(request), budget)
             if n and n_decodes and self.pace is not None:
@@ -327,6 +296,16 @@ class Scheduler:
                 self.abandon(step)
                 raise
         return step
+
+    def _admit(self, first: Request, copies: list[tuple[int, int]]) -> Request | None:
+        """Let ``first`` or one behind it run. Returns which, or None if there is no room."""
+        admitted = self.admission.admit(first, self._waiting, self.look_ahead, self.n_running, copies)
+        if admitted is not None:
+            self._waiting.remove(admitted)
+            self._prefilling.append(admitted)
+            if admitted.beams is not None:
+                self.searching.append(admitted.beams)
+        return admitted
 
     def _others(self, one: Request) -> int:
         """Requests beside ``one`` that wait for their first token, without those put behind it."""
@@ -386,19 +365,19 @@ class Scheduler:
         if len(sampled) != len(step.requests):
             raise ValueError(f"{len(sampled)} samples for {len(step.requests)} requests")
         self._in_flight = None
-        self._release_sources()
+        self.admission.release_sources()
         finished: list[Request] = []
         page_tokens, window, drafts = self.config.page_tokens, self.config.window, step.drafts
         running, ended = Status.RUNNING, False
         for i, (request, token) in enumerate(zip(step.requests, sampled, strict=True)):
             if request.status is not running:  # aborted or timed out during the step; the engine was writing to its pages
                 ended = True
-                self._release(request)
+                self.admission.release(request)
                 continue
             if failed and request.id in failed:
                 self.pool.discard_content(request.pages)
-                if self.lower is not None and self._in_lower(request):
-                    self.lower.forget(request.page_keys)
+                if self.admission.lower is not None and self.admission.in_lower(request):
+                    self.admission.lower.forget(request.page_keys)
                 if request.beams is None:  # else ``fail`` ends all of its sequences
                     self._finish(request, "error")
                     finished.append(request)
@@ -468,77 +447,6 @@ class Scheduler:
             del request.pages[n_held:]
             request.capacity = n_held * self.config.page_tokens
 
-    def steady_steps(self) -> int:
-        """How many of the next steps are known to give each decoding request a token and to do nothing else, so that
-        ``advance`` may take them at once: until a request reaches its limit or pages run out. 0 if a prompt is under way, if a
-        waiting request might be admitted, or if tokens may end a request early."""
-        decoding = self._decoding
-        if not decoding or self._prefilling or self._in_flight is not None or not self._waits_for_an_end():
-            return 0
-        if any(r.stop_ids for r in decoding):
-            return 0
-        n_steps = min(r.limit - len(r.tokens) for r in decoding)
-        if self.config.window is not None:  # with a page that fills, one before the window may be released
-            n_steps = min(n_steps, *(self.config.page_tokens - r.n_computed % self.config.page_tokens for r in decoding))
-        while n_steps and self._pages_of_steps(n_steps) > self.pool.n_free:
-            n_steps //= 2
-        return n_steps
-
-    def _waits_for_an_end(self) -> bool:
-        """Whether no waiting request can be admitted before a running one has ended: none waits, or no slot is free, or the
-        first was found to lack pages. Among several clients another may become the first."""
-        if not self._waiting:
-            return True
-        if self.config.window is not None or self._waiting.n_queues > 1:  # a window frees pages while requests decode
-            return False
-        first = self._waiting.first()
-        assert first is not None
-        if any(r.priority > first.priority for r in self._decoding):
-            return False
-        if not self._slots:
-            return True
-        # A fork asks for fewer pages as soon as its original has computed the prompt.
-        return first.fork_of is None and self._is_blocked(first)
-
-    def _pages_of_steps(self, n_steps: int) -> int:
-        """Pages that the decoding requests need beside their own for so many tokens more of each."""
-        short = (r.n_computed + n_steps - r.capacity for r in self._decoding)
-        return sum(self.page_lists.pages_for(n) for n in short if n > 0)
-
-    def advance(self, n_steps: int, tokens: Sequence[int]) -> list[Request]:
-        """Take ``n_steps`` ≤ ``steady_steps()`` steps at once, each of which samples the i-th of ``tokens`` for the i-th of
-        ``decoding``. Returns the requests that finished, all of them in the last step.
-
-        It leaves what as many rounds of ``schedule`` and ``update`` would (tests/scheduling/test_advance.py)."""
-        ended = []
-        page_tokens, window = self.config.page_tokens, self.config.window
-        for request in self._decoding:
-            request.n_computed += n_steps
-            if request.n_computed > request.capacity:
-                pages = self.pool.allocate(
-                    self.page_lists.pages_for(request.n_computed - request.capacity), after=request.pages[-1]
-                )
-                assert pages is not None  # counted by ``steady_steps``
-                request.pages += pages
-                request.capacity += len(pages) * page_tokens
-        for request, token in zip(self._decoding, tokens, strict=True):
-            request.tokens += [token] * n_steps
-            if request.n_computed // page_tokens > request.n_registered:
-                self.page_lists.register(request)
-                if window is not None:
-                    self.page_lists.free_before_window(request, window)
-            assert request.account is not None
-            request.account.served += n_steps * OUTPUT_WEIGHT
-            if len(request.tokens) >= request.limit:  # its pages become free before the next request's, as in ``update``
-                self._finish(request, "length")
-                ended.append(request)
-        self._n_steps += n_steps
-        if ended:
-            for request in ended:
-                del self.requests[request.id]
-            self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
-        return ended
-
     def abandon(self, step: ScheduledStep) -> None:
         """Record that ``step`` was not computed to its end (an error, Ctrl-C).
 
@@ -547,15 +455,16 @@ class Scheduler:
         if step is not self._in_flight:
             raise RuntimeError("abandon() must follow schedule() with the step it returned")
         self._in_flight = None
-        for copied in self._copied:  # its copy may be missing, and another request may change that page before the next step
+        # Its copy may be missing, and another request may change that page before the next step.
+        for copied in self.admission.copied:
             copied.n_computed = copied.n_registered * self.config.page_tokens
             if copied.status is Status.RUNNING:
                 self._preempt(copied)
-        self._release_sources()
+        self.admission.release_sources()
         self._unreported_growth = [r for r in step.grown if r.status is Status.RUNNING]
         for request in step.requests:
             if request.status is Status.FINISHED:
-                self._release(request)
+                self.admission.release(request)
         self._decoding = [r for r in self._decoding if r.status is Status.RUNNING]
         self._prefilling = [r for r in self._prefilling if r.status is Status.RUNNING]
         self._move_to_decoding()  # a prompt that lacks a single token, for instance a fork's
@@ -578,7 +487,8 @@ class Scheduler:
         """Tokens that a step computes of a prompt that has ``n_left``; 0 ends the step."""
         return min(budget, n_left)
 
-    def _tokens_to_hold(self, request: Request) -> int:
+    @staticmethod
+    def _tokens_to_hold(request: Request) -> int:
         """Tokens whose pages a request gets at admission."""
         return len(request.tokens)
 
@@ -681,7 +591,7 @@ class Scheduler:
                     request.pages[at] = page
                     self.pool.release((source,))
                     parted.append((source, page, request))
-                    self._copied.append(request)
+                    self.admission.copied.append(request)
                     grown.append(request)
         return parted
 
@@ -721,27 +631,12 @@ class Scheduler:
         for request in beams.members:
             request.status = status
             if request not in computed:
-                self._release(request)
-        self._slots += beams.slots
+                self.admission.release(request)
+        self.admission.slots += beams.slots
         beams.slots = []
         self.searching.remove(beams)
         self._decoding = [r for r in self._decoding if r.beams is not beams]
         self._prefilling = [r for r in self._prefilling if r.beams is not beams]
-
-    def _most_pages(self, request: Request) -> int:
-        """Pages that ``request`` takes at its longest. The sequences of a search share the prompt's whole pages."""
-        n_pages = self.page_lists.pages_for(request.limit - 1)  # the last token is never fed back
-        if request.beams is None:
-            return n_pages
-        n_shared = request.n_prompt // self.config.page_tokens
-        return n_shared + request.beams.width * (n_pages - n_shared)
-
-    def _pages_to_start(self, request: Request) -> int:
-        """Free pages that admission asks for beside those that the prefix tree has: a search parts soon after its prompt."""
-        n_pages = self.page_lists.pages_for(self._tokens_to_hold(request))
-        if request.beams is None:
-            return n_pages
-        return max(n_pages, min(n_pages + request.beams.width - 1, self._most_pages(request)))
 
     def _preempt_for_priority(self, preempted: list[str]) -> None:
         """Preempt the fewest running requests of lower priority that let the first waiting request run.
@@ -755,10 +650,10 @@ class Scheduler:
         lower.sort(key=_preemption_rank)
         # Prefix hits are not subtracted from ``n_needed``: matching them would hash and compare a long prompt in every step. At
         # worst one request more is preempted than necessary.
-        n_free, n_needed, n_running = self.pool.n_free, self._pages_to_start(first), self.n_running
-        n_slots = len(self._slots) - _slots_of(first)
+        n_free, n_needed, n_running = self.pool.n_free, self.admission.pages_to_start(first), self.n_running
+        n_slots = len(self.admission.slots) - slots_of(first)
         for n_victims in range(len(lower) + 1):
-            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims >= 0:  # the condition of ``_admit``
+            if n_free >= n_needed + n_running - n_victims and n_slots + n_victims >= 0:  # the condition of ``Admission``
                 break
             if n_victims < len(lower):
                 n_free += len(self.pool.unshared(lower[-1 - n_victims].pages))
@@ -776,7 +671,7 @@ class Scheduler:
             self._fold(request.beams)
         else:
             (self._decoding if request in self._decoding else self._prefilling).remove(request)
-            self._release(request)
+            self.admission.release(request)
             request.status = Status.WAITING
             request.n_computed = 0
         request.restorable = 0
@@ -784,157 +679,6 @@ class Scheduler:
         self.n_preemptions += 1
         self._waiting.add(request)
         self._queue_forks(request)
-
-    def _release_sources(self) -> None:
-        if self._sources:  # else a blocked request would look for pages again
-            self.pool.release(self._sources)
-            self._sources = []
-
-    def _admit_first(self, first: Request, copies: list[tuple[int, int]]) -> Request | None:
-        """Admit ``first``, the first waiting request, or one of those behind it whose prompt is better known: the pages of
-        ``first`` may take the place of what that one would find. Returns which, or None if there is no room."""
-        if self._fork(first, copies):
-            return first
-        behind = self._waiting.behind(first, self.look_ahead) if self._looks_ahead(first) else []
-        at, most = 0, len(self._hits(first)) if behind else 0
-        for n, request in enumerate(behind, 1):
-            if request.fork_of is None and (n_hits := len(self._hits(request))) > most:
-                at, most = n, n_hits
-        if at and self._admit(behind[at - 1], copies):
-            for passed in (first, *behind[: at - 1]):
-                passed.n_passed += 1
-            return behind[at - 1]
-        return first if self._admit(first, copies) else None
-
-    def _looks_ahead(self, first: Request) -> bool:
-        """Whether another waiting request may be admitted in place of ``first``."""
-        if first.fork_of is not None or first.n_preemptions or first.n_passed >= MOST_PASSED:
-            return False
-        return self.config.prefix_cache and not self._is_blocked(first)
-
-    def _is_blocked(self, request: Request) -> bool:
-        """No page has come back since ``request`` found too few, and matching a long prompt costs time in every step."""
-        return self._blocked == (request, self.pool.n_released)
-
-    def _unread(self, request: Request) -> int:
-        """Tokens of which a cached page may save the work, and one more: the last token must be computed, because its logits
-        are sampled from. A request for the scores of its prompt computes each token that predicts one, and one for
-        the mean of its hidden states computes all."""
-        n_known = len(request.tokens)
-        return min(n_known, request.params.prompt_logprobs_start) if _reads_prompt(request.params) else n_known
-
-    def _hits(self, request: Request) -> list[int]:
-        """The whole cached pages that ``request`` would share."""
-        page_tokens = self.config.page_tokens
-        most = (self._unread(request) - 1) // page_tokens
-        return self.pool.tree.match(request.page_keys, request.tokens, page_tokens, most)
-
-    def _admit(self, request: Request, copies: list[tuple[int, int]]) -> bool:
-        """Give a waiting request its pages, cached prefix first. Returns False, and changes nothing, if too few are free."""
-        c, pool = self.config, self.pool
-        if self._is_blocked(request):
-            return False
-        if len(self._slots) < _slots_of(request):
-            return False
-        n_known = len(request.tokens)
-        n_needed = self.page_lists.pages_for(self._tokens_to_hold(request))
-        self.page_lists.hash_full_pages(request)
-        hits = self._hits(request)  # only whole pages are shared, and one that begins alike is copied
-        max_hits = (self._unread(request) - 1) // c.page_tokens
-        n_hits_free = sum(map(pool.is_free, hits))  # cached pages count as free until they are retained
-        margin = self.n_running  # one page for the next token of each, so that admission does not cause a preemption at once
-        if self._pages_to_start(request) - len(hits) + n_hits_free + margin > pool.n_free:
-            self._blocked = (request, pool.n_released)
-            return False
-        if not self._claim_adapter(request):
-            return False
-        pool.retain(hits)
-        n_lower = 0
-        if self.lower is not None and self._in_lower(request) and len(hits) < max_hits:
-            n_lower = self.lower.worth(request, len(hits), max_hits)
-        source, n_begun = -1, 0
-        if n_lower == 0 and c.prefix_cache and c.parts_of_pages and not _reads_prompt(request.params):
-            before = request.page_keys[len(hits) - 1] if hits else self.page_lists.root_of(request)
-            start = len(hits) * c.page_tokens
-            source, n_begun = pool.tree.begun(before, request.tokens[start : min(start + c.page_tokens, n_known - 1)])
-            if n_begun < c.page_tokens * LEAST_BEGUN or (pool.is_free(source) and n_needed - len(hits) + margin >= pool.n_free):
-                n_begun = 0  # too few for a copy, or there is no room beside the page that would be copied
-        if n_begun:
-            pool.retain([source])
-            self._sources.append(source)
-        fresh = pool.allocate(n_needed - len(hits), after=hits[-1] if hits else -1)
-        assert fresh is not None  # counted above
-        if n_begun:
-            copies.append((source, fresh[0]))
-            self._copied.append(request)
-        self._start(request, hits + fresh, len(hits), len(hits) * c.page_tokens + n_begun)
-        request.restorable = len(hits) + n_lower if n_lower else 0
-        return True
-
-    def _restore(self, request: Request, lower: LowerTier, bounded: bool) -> bool:
-        """Load pages of ``request`` from the tier ``lower``. Returns whether no more of them is to be loaded."""
-        page_tokens = self.config.page_tokens
-        first, end = request.n_computed // page_tokens, request.restorable
-        n = lower.load(request, first, end, bounded)
-        request.n_computed = (first + n) * page_tokens
-        self.page_lists.register(request)
-        if request.n_preemptions == 0:
-            request.n_prefix_hit = request.n_computed
-            self.n_prefix_hit_tokens += n * page_tokens
-        if n == 0 or not bounded or first + n == end:
-            request.restorable = 0
-        return request.restorable == 0
-
-    def _fork(self, request: Request, copies: list[tuple[int, int]]) -> bool:
-        """Start ``request`` from the pages of its original. Returns False, and changes nothing, if that is not possible.
-
-        The fork takes over all tokens of the prompt but the last, which it computes again to sample from its logits.
-        """
-        original, c = request.fork_of, self.config
-        if original is None or original.status is not Status.RUNNING or original.n_computed < request.n_prompt:
-            return False
-        if request.n_output:  # it was preempted after it had started, and now has tokens that the original has not computed
-            return False
-        n_computed = request.n_prompt - 1
-        if c.window is not None and original.n_dropped > self.page_lists.first_visible(n_computed, c.window):
-            return False  # the original has already released pages that the fork's window still covers
-        n_shared = n_computed // c.page_tokens
-        shared = original.pages[:n_shared]
-        n_fresh = self.page_lists.pages_for(request.n_prompt) - n_shared
-        if n_fresh + self.n_running > self.pool.n_free or not self._claim_adapter(request):
-            return False
-        self.pool.retain(page for page in shared if page >= 0)
-        fresh = self.pool.allocate(n_fresh, after=shared[-1] if shared else -1)
-        assert fresh is not None  # counted above
-        if n_computed % c.page_tokens:
-            # All copies of a step are read before any is written: a page that this step only begins is copied from its source.
-            source = original.pages[n_shared]
-            copies.append((next((from_ for from_, to in copies if to == source), source), fresh[0]))
-            self._copied.append(request)
-        self.page_lists.hash_full_pages(request)
-        request.n_dropped = original.n_dropped
-        self._start(request, shared + fresh, n_shared, n_computed)
-        return True
-
-    def _claim_adapter(self, request: Request) -> bool:
-        return request.adapter is None or self.adapters is None or self.adapters.claim(request)
-
-    def _start(self, request: Request, pages: list[int], n_registered: int, n_computed: int) -> None:
-        request.pages = pages
-        request.capacity = len(pages) * self.config.page_tokens
-        request.n_computed = n_computed
-        request.n_registered = n_registered
-        request.slot = self._slots.pop()
-        request.status = Status.RUNNING
-        if request.beams is not None:
-            request.beams.slots = [self._slots.pop() for _ in range(request.beams.width - 1)]
-            self.searching.append(request.beams)
-        if request.n_preemptions == 0:
-            request.started_s = monotonic()
-            request.n_prefix_hit = n_computed
-            self.n_prompt_tokens += request.n_prompt
-            self.n_prefix_hit_tokens += n_computed
-        self._prefilling.append(request)
 
     def _queue_forks(self, request: Request) -> None:
         """Put the forks of ``request`` into the waiting queue: it has computed their prompt, or was preempted or ended
@@ -962,38 +706,13 @@ class Scheduler:
             else:
                 self._waiting.remove(request)
         elif self._in_flight is None or request not in self._in_flight.requests:
-            self._release(request)  # else ``update`` does, because the step still writes to the request's pages
+            self.admission.release(request)  # else ``update`` does, because the step still writes to the request's pages
             if reason in ("abort", "timeout"):
                 (self._decoding if request in self._decoding else self._prefilling).remove(request)
-
-    def _in_lower(self, request: Request) -> bool:
-        """Whether the lower tier may hold pages of ``request``: not those of adapters, nor of weights that were replaced."""
-        return request.adapter is None and request.weights == self.page_lists.weights
-
-    def _release(self, request: Request) -> None:
-        if self.lower is not None and self._in_lower(request) and request.n_registered:
-            self.lower.keep(request.page_keys[: request.n_registered])
-        if request.beams is None:  # else another sequence of the search may go on writing to its last page
-            self.page_lists.register_end(request)
-        self.page_lists.drop(request)
-        self._slots.append(request.slot)
-        claimed = request.beams is None or request is request.beams.root  # an adapter is claimed once for a search
-        if request.adapter is not None and self.adapters is not None and claimed:
-            self.adapters.release(request)
-        request.slot = -1
-
-
-def _reads_prompt(params: SamplingParams) -> bool:
-    """Whether more is wanted of the prompt than what follows it."""
-    return params.prompt_logprobs is not None or params.pooling == "mean"
 
 
 def _catches_up(request: Request) -> bool:
     return request.beams is not None and request.beams.catching_up
-
-
-def _slots_of(request: Request) -> int:
-    return 1 if request.beams is None else request.beams.width
 
 
 def _preemption_rank(request: Request) -> tuple[int, int]:

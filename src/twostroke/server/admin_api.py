@@ -13,8 +13,9 @@ from twostroke.server import protocol
 from twostroke.server.answers import ENCODER
 from twostroke.server.batch.batches import UNFINISHED, Batches
 from twostroke.server.errors import ApiError
+from twostroke.server.generation import api_error
 from twostroke.server.openapi import admin_route
-from twostroke.server.service import Service, api_error
+from twostroke.server.service import Service
 from twostroke.server.transfer import read_body
 
 WEIGHTS, SLEEP, WAKE = "/admin/weights", "/admin/sleep", "/admin/wake"

@@ -13,8 +13,9 @@ import msgspec
 
 from twostroke.server import protocol, responses, wire
 from twostroke.server.errors import ApiError
+from twostroke.server.generation import Choice, Generation, TextDelta
 from twostroke.server.logprobs import CompletionLogprobs, chat_logprobs, finite, prompt_logprobs
-from twostroke.server.service import Choice, Generation, Service, TextDelta
+from twostroke.server.service import Service
 from twostroke.server.turns import LoopTurns
 
 ENCODER = msgspec.json.Encoder()

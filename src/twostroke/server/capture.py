@@ -24,9 +24,9 @@ from typing import Any
 from twostroke.core.errors import ConfigError
 from twostroke.core.private_folder import PrivateFolder, private_folder
 from twostroke.data.captured import CONVERSATIONS, RATINGS
+from twostroke.server.generation import Generation, TextDelta
 from twostroke.server.redaction import Redaction
 from twostroke.server.responses import CalledFunction
-from twostroke.server.service import Generation, TextDelta
 from twostroke.server.tool_answers import read_message
 
 log = logging.getLogger("twostroke.server")

@@ -14,7 +14,8 @@ from twostroke.scheduling.sampling_params import Pooling, SamplingParams
 from twostroke.server import protocol, responses
 from twostroke.server.answers import ENCODER, joined
 from twostroke.server.errors import ApiError, bad_request
-from twostroke.server.service import Generation, Prompt, Service, TextDelta
+from twostroke.server.generation import Generation, Prompt, TextDelta
+from twostroke.server.service import Service
 from twostroke.server.transfer import caller_of, read_body, respond, service_of
 
 MAX_INPUTS = 2048

@@ -16,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from twostroke.core.errors import TwostrokeError
 from twostroke.server.callers import CALLER, Caller
 from twostroke.server.errors import MESSAGES_ROUTES, ApiError, asleep, encode_error, not_ready
+from twostroke.server.generation import api_error
 from twostroke.server.keys import ApiKeys
 from twostroke.server.launch import is_own_name
 from twostroke.server.page import PAGE_ROUTES
-from twostroke.server.service import Service, api_error
+from twostroke.server.service import Service
 from twostroke.server.split import ARM_HEADER
 
 log = logging.getLogger("twostroke.server")

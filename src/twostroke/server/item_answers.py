@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from twostroke.server import wire
 from twostroke.server.errors import ApiError
-from twostroke.server.service import Generation, TextDelta
+from twostroke.server.generation import Generation, TextDelta
 from twostroke.server.tool_answers import AnswerReader, Reasoning
 
 Scores = list[tuple[int, wire.TokenLogprobs]]

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from twostroke.core.policy import MAX_ADAPTERS
-from twostroke.server.engine_client import Engines, TokenStream
+from twostroke.server.engines import Engines
 from twostroke.server.keys import Account, Used
 from twostroke.server.response_cache import ResponseCache
 from twostroke.server.served import peak_memory_bytes
+from twostroke.server.token_stream import TokenStream
 from twostroke.server.wait import Asked, Waiting
 
 if TYPE_CHECKING:

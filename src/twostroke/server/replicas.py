@@ -24,9 +24,10 @@ from twostroke.core.errors import EngineError, TwostrokeError
 from twostroke.core.policy import TOKEN_BUDGET
 from twostroke.scheduling.sampling_params import SamplingParams
 from twostroke.server import wire
-from twostroke.server.engine_client import HEARTBEAT_TIMEOUT_S, STEP_TIMEOUT_S, EngineClient, NotReadyError, TokenStream
+from twostroke.server.engine_client import HEARTBEAT_TIMEOUT_S, STEP_TIMEOUT_S, EngineClient, NotReadyError
 from twostroke.server.launch import EngineChild
 from twostroke.server.routing import Known, Pace, first_token_s
+from twostroke.server.token_stream import TokenStream
 
 log = logging.getLogger("twostroke.server")
 

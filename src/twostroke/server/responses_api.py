@@ -18,9 +18,10 @@ from msgspec import Meta, Raw, Struct
 from twostroke.server import protocol
 from twostroke.server.answers import ENCODER, json_lists, slices
 from twostroke.server.errors import ApiError, bad_request
+from twostroke.server.generation import Generation
 from twostroke.server.item_answers import Change, Item, ItemAnswer, Scores, renamed
 from twostroke.server.logprobs import chat_logprobs
-from twostroke.server.service import Generation, Service
+from twostroke.server.service import Service
 from twostroke.server.structured import JsonSchemaFormat, ResponseFormat
 from twostroke.server.tools import MAX_TOOLS, Call, CalledFunction, Function, FunctionName, NamedChoice, Tool
 from twostroke.server.transfer import caller_of, read_body, respond_to, service_of

@@ -38,7 +38,8 @@ from twostroke.server.connections import (
     raise_file_limit,
     say_once,
 )
-from twostroke.server.engine_client import EngineClient, Engines
+from twostroke.server.engine_client import EngineClient
+from twostroke.server.engines import Engines
 from twostroke.server.handover.settings import HandoverSettings
 from twostroke.server.http import make_app
 from twostroke.server.keys import ApiKeys

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from twostroke.server import protocol, responses
 from twostroke.server.answers import ChatAnswer
+from twostroke.server.generation import Generation, TextDelta
 from twostroke.server.reasoning import ReasoningReader
-from twostroke.server.service import Generation, Service, TextDelta
+from twostroke.server.service import Service
 from twostroke.server.tool_calls import CallDelta, CallReader, Found
 
 

@@ -17,9 +17,10 @@ from twostroke.server.callers import CALLER, Caller
 from twostroke.server.connections import ABORT, WHILE_OPEN, ClientGoneError
 from twostroke.server.errors import ApiError
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
+from twostroke.server.generation import Generation
 from twostroke.server.protocol import CommonRequest
 from twostroke.server.response_cache import MAX_ANSWER_BYTES, marked
-from twostroke.server.service import Generation, Service
+from twostroke.server.service import Service
 
 A = TypeVar("A", bound=Answer)
 

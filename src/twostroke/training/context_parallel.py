@@ -38,7 +38,7 @@ def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
             f"parallel.context={n} cuts sequences into {2 * n} pieces, which train.sequence_length={length} is no multiple of. "
             f"Use {divisors(length // 2) if length % 2 == 0 else 1}, or {length // (2 * n) * 2 * n or 2 * n} tokens."
         )
-    away, t = spec.departures, recipe.train
+    away = spec.departures
     refused = {
         "latent attention": spec.mla is not None,
         "dropout": spec.dropout > 0,
@@ -47,8 +47,6 @@ def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
         "rotary positions that depend on the sequence's length": any(
             rope.scaling in ("longrope", "dynamic") for rope in spec.ropes if rope is not None
         ),
-        "experts that are balanced by a loss over a micro-batch (train.balance_weight)": spec.moe is not None
-        and t.balance_weight > 0,
     }
     for what, present in refused.items():
         if present:

@@ -1,8 +1,12 @@
 """Expert parallel: the ranks of a replica share each layer's experts, and rows travel to the experts they chose and back.
 
-Each rank computes micro-batches of its own (GShard, Lepikhin et al. 2020, arXiv:2006.16668). A router's rows are sorted by
-expert, so those of one rank's experts are neighbours: one exchange takes them there, one back, and as many in the backward
-pass. No row is dropped, and none is padded. What is not an expert is whole on each rank.
+Each rank along ``expert`` computes micro-batches of its own (GShard, Lepikhin et al. 2020, arXiv:2006.16668). A router's rows
+are sorted by expert, so those of one rank's experts are neighbours: one exchange takes them there, one back, and as many in the
+backward pass. No row is dropped, and none is padded.
+
+Beside tensor parallel no expert is cut: ranks along ``tensor`` have whole experts of their own too, so that E·T ranks share
+them. Between the branches a rank has a part of each sequence, and sends the rows of that part, so no sequence is gathered for a
+router (Liu et al. 2025, arXiv:2504.14960, fold the axes so).
 """
 
 from __future__ import annotations
@@ -24,21 +28,33 @@ from twostroke.model.experts import ExpertMatrix, ExpertsMlp
 from twostroke.training.ranks import SENT, Ranks
 from twostroke.training.whole import Cut
 
+TOKEN_AXES = ("context", "tensor")
+"""Ranks along these have parts of the same sequences between the branches."""
 
-def check_expert(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
-    """Raise ConfigError if ``n`` ranks cannot share the experts of ``spec``, or what ``recipe`` trains of them."""
-    if n == 1:
-        return
+
+def expert_axes(ranks: Ranks) -> tuple[str, ...]:
+    """The axes along which ranks hold different experts."""
+    return tuple(axis for axis in ("expert", "tensor") if ranks.size(axis) > 1)
+
+
+def check_expert(recipe: TrainRecipe, spec: ModelSpec, n: int, n_tensor: int = 1) -> None:
+    """Raise ConfigError if ``n`` ranks, of ``n_tensor`` that share each matrix, cannot share the experts of ``spec``, or what
+    ``recipe`` trains of them."""
     if spec.moe is None:
-        raise ConfigError(f"parallel.expert={n} shares out experts, and the model has none. Use parallel.data or shard.")
-    if spec.moe.n_experts % n:
+        if n > 1:
+            raise ConfigError(f"parallel.expert={n} shares out experts, and the model has none. Use parallel.data or shard.")
+        return
+    if n * n_tensor == 1:
+        return
+    words = " · ".join(f"{axis}={size}" for axis, size in (("expert", n), ("tensor", n_tensor)) if size > 1)
+    if spec.moe.n_experts % (n * n_tensor):
         raise ConfigError(
-            f"parallel.expert={n} must divide the model's {spec.moe.n_experts} experts. Use {divisors(spec.moe.n_experts)}."
+            f"parallel.{words} must divide the model's {spec.moe.n_experts} experts. Use {divisors(spec.moe.n_experts)}."
         )
     of_experts = recipe.trains_adapters and any(t.copies > 1 for t in choose_targets(spec, recipe.lora.targets))
     if of_experts and recipe.lora.dropout > 0:
         raise ConfigError(
-            f"lora.dropout={recipe.lora.dropout:g} leaves out values of rows, which parallel.expert={n} holds on another "
+            f"lora.dropout={recipe.lora.dropout:g} leaves out values of rows, which parallel.{words} holds on another "
             "rank than their random numbers. Set lora.dropout=0, or leave experts out of lora.targets."
         )
 
@@ -64,7 +80,8 @@ class _ExchangeRows(torch.autograd.Function):
 
 def share_experts(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
     """Keep this rank's experts of ``decoder``, and let rows travel to them. Returns how parameters were cut."""
-    n, rank = ranks.layout.expert, ranks.at("expert")
+    axes = expert_axes(ranks)
+    n, rank = ranks.size(*axes), ranks.at(*axes)
     found: dict[str, Cut] = {}
     for name, module in decoder.named_modules():
         if isinstance(module, ExpertMatrix | Nf4Experts | LowRankExperts):
@@ -76,8 +93,36 @@ def share_experts(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
             else:
                 module.copies //= n
         elif isinstance(module, ExpertsMlp):
-            _exchange_rows(module, ranks.group("expert"), n)
+            _exchange_rows(module, ranks.group(*axes), n)
     return found
+
+
+def balance_together(decoder: Decoder, ranks: Ranks) -> None:
+    """Let the balance loss of each router in ``decoder`` be that of whole micro-batches where ranks have parts of them.
+
+    It is a product: an expert's share of the choices times its mean probability. The means of parts add up to that of the
+    whole, so that each rank adds its part's; the shares do not, so choices are counted over all ranks.
+    """
+    n = ranks.size(*TOKEN_AXES)
+    for module in decoder.modules():
+        if isinstance(module, ExpertsMlp) and module.balance_weight and n > 1:
+            _count_choices_together(module, ranks.group(*TOKEN_AXES), n)
+
+
+def _count_choices_together(mlp: ExpertsMlp, group: Any, n: int) -> None:
+    def shares_of_choices(counts: Tensor, n_choices: int) -> Tensor:
+        total = counts.clone()
+        dist.all_reduce(total, group=group)  # whole numbers, whose sum is exact in any order
+        return total / (n * n_choices)
+
+    mlp._shares_of_choices = shares_of_choices  # type: ignore[method-assign]
+    _leave_uncompiled(mlp)
+
+
+def _leave_uncompiled(mlp: ExpertsMlp) -> None:
+    """The whole layer, router and its losses too: with a graph that was broken at ``_routed`` alone, torch 2.13 came to other
+    gradients than uncompiled (embedding's norm 1.3964 instead of 1.3987)."""
+    mlp.forward = torch.compiler.disable(mlp.forward)  # type: ignore[method-assign]
 
 
 def _exchange_rows(mlp: ExpertsMlp, group: Any, n: int) -> None:
@@ -105,6 +150,4 @@ def _exchange_rows(mlp: ExpertsMlp, group: Any, n: int) -> None:
         return (in_order * shares[..., None]).sum(dim=1)
 
     mlp._routed = routed  # type: ignore[method-assign]
-    # The whole layer, router and its losses too: with a graph that was broken at ``routed`` alone, torch 2.13 came to other
-    # gradients than uncompiled (embedding's norm 1.3964 instead of 1.3987).
-    mlp.forward = torch.compiler.disable(mlp.forward)  # type: ignore[method-assign]
+    _leave_uncompiled(mlp)

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.model.load import save_model
+from twostroke.model.save import save_model
 from twostroke.planner.work.params import count_parameters
 from twostroke.training.adapters import write_adapters
 from twostroke.training.build import save

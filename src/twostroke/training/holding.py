@@ -22,11 +22,11 @@ Places = Mapping[str, int]
 @dataclass(frozen=True)
 class Holding:
     """How the ranks of a replica hold a tensor of ``shape``: those of one ``place``, such as a stage, and all if that is empty.
-    Each of them along ``axis`` has a piece by ``cut``, if there is one, and each along ``rows`` some rows of the piece. Along
-    other axes they hold the same."""
+    Each of them along ``cut_axes`` has a piece by ``cut``, if there is one, and each along ``rows`` some rows of the piece.
+    Along other axes they hold the same."""
 
     shape: tuple[int, ...]
-    axis: str | None = None
+    cut_axes: tuple[str, ...] = ()
     cut: Cut | None = None
     rows: tuple[str, ...] = ()
     place: tuple[tuple[str, int], ...] = ()
@@ -34,7 +34,7 @@ class Holding:
     @property
     def axes(self) -> tuple[str, ...]:
         """Those along which ranks hold different parts."""
-        return tuple(axis for axis in AXES if axis == self.axis or axis in self.rows)
+        return tuple(axis for axis in AXES if axis in self.cut_axes or axis in self.rows)
 
     @property
     def is_divided(self) -> bool:
@@ -70,7 +70,7 @@ class Holding:
 
     def _along_cut(self, ranks: Ranks, places: Places) -> tuple[int, int]:
         """(number, ranks) of the rank at ``places`` among those that hold pieces."""
-        return (0, 1) if self.axis is None else (places[self.axis], ranks.size(self.axis))
+        return ranks.number_along(self.cut_axes, places), ranks.size(*self.cut_axes)
 
     def _along_rows(self, ranks: Ranks, places: Places) -> tuple[int, int]:
         return ranks.number_along(self.rows, places), ranks.size(*self.rows)

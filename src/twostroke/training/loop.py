@@ -151,6 +151,7 @@ class _Loop:
         if not reset_peak(run.device):
             run.notes.append("peak_memory_bytes is that of the whole process, because this system cannot reset it")
         run.began = time.perf_counter()
+        sends_between_steps, sent_before = run.inputs.ranks.layout.outer_overlap > 0, SENT.total()
         rolls_back = anchor_every(settings) > 0
         if rolls_back and run.step == 0:
             self._begin_checkpoint(wait=True)  # an anomaly before the first scheduled checkpoint goes back here
@@ -160,7 +161,8 @@ class _Loop:
             run.inputs.ranks.progress.mark(self._phase(first_step), run.step)
             times.begin_step()
             clock.start()
-            sent_before = SENT.total()
+            if not sends_between_steps:
+                sent_before = SENT.total()
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n_readers)]
             clock.lap("data")
@@ -181,6 +183,7 @@ class _Loop:
                 for file in run.scratch:
                     file.read_bytes = file.written_bytes = 0
             rate, sent_bytes = settings.learning_rate * factor, SENT.total() - sent_before
+            sent_before += sent_bytes
             record = self._record(result, rate, n_tokens, sent_bytes, step_time_s, parts, first_step)
             line = plain(record) | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)

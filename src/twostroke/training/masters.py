@@ -7,6 +7,7 @@ from twostroke.training.diloco import LocalMasters
 from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
 from twostroke.training.ranked_masters import DividedMasters, ShardedMasters, SummedMasters
 from twostroke.training.ranks import Ranks
+from twostroke.training.weight_differences import DifferenceMasters
 
 
 def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeights:
@@ -15,7 +16,8 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
         return MasterWeights.of(decoder, dtype)
     computed, stored = COMPUTED_AND_STORED[dtype]
     if ranks.size("shard") > 1:
-        return ShardedMasters(decoder, computed, stored, ranks)
+        sharded = ShardedMasters if ranks.layout.compress_weights == "none" else DifferenceMasters
+        return sharded(decoder, computed, stored, ranks)
     if ranks.size("pipeline", "tensor", "expert") > 1:
         return DividedMasters(decoder, computed, stored, ranks)
     return (LocalMasters if ranks.layout.outer_every else SummedMasters)(decoder, computed, stored, ranks)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 _STATUS = Path("/proc/self/status")
 
 

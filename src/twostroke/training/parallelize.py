@@ -22,7 +22,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.experts import ExpertMatrix
 from twostroke.training.compression import decoded, encoded
 from twostroke.training.context_parallel import check_context
-from twostroke.training.expert_parallel import check_expert, share_experts
+from twostroke.training.expert_parallel import check_expert, expert_axes, share_experts
 from twostroke.training.holding import Holding
 from twostroke.training.loss import ChunkFunction, chunk_loss
 from twostroke.training.ranks import SENT, Ranks, all_gather, exchanged, reduce_scatter
@@ -104,16 +104,16 @@ def divide(decoder: Decoder, ranks: Ranks) -> dict[str, Holding]:
     expert those of ``expert``.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    cuts: dict[str, tuple[str | None, Cut | None]] = dict.fromkeys(shapes, (None, None))
-    for kind, cut in (("tensor", cut_decoder), ("expert", share_experts)):
-        if ranks.size(kind) > 1:
-            cuts |= {name: (kind, how) for name, how in cut(decoder, ranks).items()}
+    cuts: dict[str, tuple[tuple[str, ...], Cut | None]] = dict.fromkeys(shapes, ((), None))
+    for axes, cut in ((("tensor",), cut_decoder), (expert_axes(ranks), share_experts)):
+        if ranks.size(*axes) > 1:
+            cuts |= {name: (axes, how) for name, how in cut(decoder, ranks).items()}
     found = {}
     for name, shape in shapes.items():
-        axis, how = cuts[name]
-        rows = tuple(shared for shared in sharing(ranks) if shared != axis)
+        axes, how = cuts[name]
+        rows = tuple(shared for shared in sharing(ranks) if shared not in axes)
         place = (("pipeline", stage_of(name, decoder, ranks)),) if ranks.size("pipeline") > 1 else ()
-        found[name] = Holding(shape, axis, how, rows, place)
+        found[name] = Holding(shape, axes, how, rows, place)
     keep_stage(decoder, ranks)
     return found
 
@@ -172,7 +172,7 @@ def check_layout(recipe: TrainRecipe, spec: ModelSpec, layout: ParallelRecipe) -
     """Raise ConfigError if ``layout`` cannot cut what ``recipe`` trains."""
     check_tensor(recipe, spec, layout.tensor, layout.context)
     check_context(recipe, spec, layout.context)
-    check_expert(recipe, spec, layout.expert)
+    check_expert(recipe, spec, layout.expert, layout.tensor)
     check_pipeline(spec, layout.pipeline, layout.interleave)
 
 
@@ -188,6 +188,15 @@ def drop_gathered(decoder: nn.Module) -> None:
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def gather_weights(decoder: nn.Module) -> None:
+    """Gather the weights of each unit of ``decoder``, which ``shard_decoder`` made. All ranks call it together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def why_not_compile(device: torch.device) -> str | None:

@@ -53,6 +53,8 @@ class PipelinedStep(RankedStep):
     ) -> list[Tensor]:
         under_way: dict[tuple[int, int], _Pass] = {}
         losses = [torch.zeros((), device=self.device) for _ in batches]
+        if self.experts is not None:
+            self.experts.set_scale(scale)  # once, because several passes that read it wait for their backward passes
         for is_forward, number, i in turns(self._stage, self._n, len(self._layers), len(batches)):
             self.ranks.progress.again()
             if is_forward:

@@ -48,6 +48,7 @@ class Phase(IntEnum):
     SCORING = 7
     ENDING = 8
     OBSERVING = 9
+    EVALUATING = 10  # a share of work whose length the next one has not
 
 
 PHASE_WORDS = {
@@ -57,6 +58,7 @@ PHASE_WORDS = {
     Phase.BUILDING: "while the model was built",
     Phase.SAVING: "while a checkpoint was written",
     Phase.SCORING: "while the model was scored",
+    Phase.EVALUATING: "while the model was scored",
     Phase.OBSERVING: "while the model was looked into",
     Phase.ENDING: "at the end of the run",
 }
@@ -154,7 +156,8 @@ class Progress:
 
     @contextlib.contextmanager
     def counting_waits(self) -> Iterator[None]:
-        """Count what collectives wait: inside, ``Work.wait`` of torch.distributed, which each of them ends in, is timed.
+        """Count what collectives of the main thread wait: inside, ``Work.wait`` of torch.distributed, which each of them ends
+        in, is timed.
 
         A collective on a GPU waits in the GPU's queue, which is not counted.
         """
@@ -163,19 +166,26 @@ class Progress:
         original = Work.wait
 
         def timed(work: Any, *arguments: Any, **named: Any) -> Any:
-            began = time.perf_counter()
-            self._wait(1)
-            try:
+            in_background = threading.current_thread() is not threading.main_thread()
+            with contextlib.nullcontext() if in_background else self.blocked():
                 return original(work, *arguments, **named)
-            finally:
-                self._wait(-1)
-                self.waited_s += time.perf_counter() - began
 
         Work.wait = timed  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
             Work.wait = original  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """A context in which the main thread waits for other ranks."""
+        began = time.perf_counter()
+        self._wait(1)
+        try:
+            yield
+        finally:
+            self._wait(-1)
+            self.waited_s += time.perf_counter() - began
 
     def _wait(self, change: int) -> None:
         self._waiting += change

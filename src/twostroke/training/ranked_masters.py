@@ -170,7 +170,7 @@ class DividedMasters(SummedMasters):
         own = torch.stack(list(squares.values()))
         for axis in ("expert", "tensor"):
             if self.ranks.size(axis) > 1:
-                counted = [self.holdings[name].axis == axis or self.ranks.at(axis) == 0 for name in squares]
+                counted = [axis in self.holdings[name].cut_axes or self.ranks.at(axis) == 0 for name in squares]
                 own = own * torch.tensor(counted, dtype=own.dtype, device=own.device)
                 own = gathered(own, self.ranks.group(axis)).sum(dim=0)
         norms = dict(zip(squares, own.sqrt().float(), strict=True))

@@ -12,6 +12,7 @@ from torch import Tensor
 from twostroke.data.loader import Batch
 from twostroke.training.clock import StepClock
 from twostroke.training.context_parallel import ring_attention
+from twostroke.training.expert_parallel import balance_together
 from twostroke.training.ranks import Ranks
 from twostroke.training.step import TrainStep, WindowAbandoned
 
@@ -26,6 +27,7 @@ class RankedStep(TrainStep):
         super().__init__(*arguments, **settings)
         self.ranks = ranks
         self.ring = ring_attention(self.decoder, ranks)
+        balance_together(self.decoder, ranks)
 
     def _n_valid(self, batches: Sequence[Batch]) -> int:
         by_rank = self.ranks.numbers([batch.n_valid for batch in batches])

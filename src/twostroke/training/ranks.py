@@ -191,9 +191,9 @@ class Ranks:
         """Ranks on this machine."""
         return 1 if self.n == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
 
-    def sharing(self, device: torch.device) -> int:
-        """Ranks that share the cores of one machine; 1 where each has a ``device`` of its own."""
-        return self.n_local if device.type == "cpu" else 1
+    def sharing(self, device_type: str) -> int:
+        """Ranks that share the cores of one machine, if these are "cpu"; 1 where each has a device of its own."""
+        return self.n_local if device_type == "cpu" else 1
 
     def told(self, error: TwostrokeError) -> TwostrokeError:
         """``error``, which every rank raises; the first one tells it."""
@@ -294,6 +294,24 @@ class Ranks:
                 parts = [found[name] for name in sorted(found)]
             if self.replica == 0 or parts[number].is_of_replicas:
                 parts[number].gather(self)
+
+    def dealt(self, values: Sequence[T] | None) -> T:
+        """This rank's of ``values``, of which the first one has one for every rank, and the others None."""
+        if self.n == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), 0, group=self._control)
+        own: T = box[0]
+        return own
+
+    def collected(self, found: T) -> list[T] | None:
+        """What every rank found, by rank, on the first one; None on others."""
+        if self.n == 1:
+            return [found]
+        everything: list[Any] | None = [None] * self.n if self.is_first else None
+        dist.gather_object(found, everything, 0, group=self._control)
+        return everything
 
     def whole(self, name: str, found: Mapping[str, Part]) -> Tensor:
         """The tensor of which ``found``, the first rank's ``parts``, has a part by ``name``. Inside ``led`` only."""
@@ -399,18 +417,18 @@ def _split(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(remedy: str = "Continue with --resume.") -> Iterator[Ranks]:
     """The rank that the environment describes, in a group with the others until the end of the context.
 
-    On a GPU it is that of ``LOCAL_RANK``. Raises InputError if the environment is incomplete, and if the others do not come.
+    On a GPU it is that of ``LOCAL_RANK``. Raises InputError if the environment is incomplete, and if the others do not come;
+    RankLost, with the ``remedy``, if one of them is lost.
     """
     try:
         rank, n, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         _ = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise InputError(
-            f"RANK and WORLD_SIZE are set, but not {error} as torchrun sets it. Start with `torchrun -m twostroke train`, "
-            "or with `twostroke train --ranks N`."
+            f"RANK and WORLD_SIZE are set, but not {error} as torchrun sets it. Start with torchrun, or with --ranks N."
         ) from None
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -437,7 +455,7 @@ def joined() -> Iterator[Ranks]:
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        raise RankLost(f"rank {rank} lost another one: {_first_line(error)}. Continue with --resume.") from error
+        raise RankLost(f"rank {rank} lost another one: {_first_line(error)}. {remedy}") from error
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -64,7 +64,7 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
                 "the model's sizes."
             )
         device = pick_device()
-        times = ranks.n // ranks.sharing(device)  # as many machines, or devices, as a budget counts for
+        times = ranks.n // ranks.sharing(device.type)  # as many machines, or devices, as a budget counts for
         picked = pick_model(times * settings.budget_s, prepared.vocab_size, prepared.n_train_tokens, settings, hardware)
         model = model.sized_as(picked)
     return _with_exits(spec_from_recipe(model, prepared.vocab_size, settings.sequence_length, (prepared.eos_id,)), recipe)
@@ -97,5 +97,8 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, which does not exist. "
             "Run `twostroke calibrate` once (seven minutes), or give train.steps."
         )
-    shape, sharing = TrainingShape.from_recipe(recipe, 0, ranks.n_readers), ranks.sharing(pick_device())
-    return steps_for_budget(spec, shape, hardware, settings.budget_s, layout_of(ranks.layout), sharing)
+    shape, layout = (
+        TrainingShape.from_recipe(recipe, 0, ranks.n_readers),
+        layout_of(ranks.layout, spec, ranks.sharing(pick_device().type)),
+    )
+    return steps_for_budget(spec, shape, hardware, settings.budget_s, layout)

@@ -55,10 +55,11 @@ class RunInputs:
         return self.resolved.spec
 
     def mfu(self, tok_per_s: float) -> float | None:
-        """Model FLOP/s of ``tok_per_s`` over the machine's peak; None where its peak is not known."""
-        hardware = self.entry.planned.hardware
+        """Model FLOP/s of ``tok_per_s``, that of all ranks, over the peak of their devices; None where that is not known."""
+        planned = self.entry.planned
+        hardware = planned.hardware
         peak = hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if hardware is not None else None
-        return None if peak is None else self._flops_per_token * tok_per_s / peak
+        return None if peak is None else self._flops_per_token * tok_per_s / (planned.n_devices * peak)
 
     @cached_property
     def _flops_per_token(self) -> float:

@@ -26,10 +26,13 @@ CHANGE_WEIGHTS = (
     "compress",
     "compress_rank",
     "error_feedback",
+    "compress_weights",
     "outer_every",
     "outer_learning_rate",
     "outer_momentum",
     "fragments",
+    "outer_overlap",
+    "outer_mixing",
 )
 """Keys of ``[parallel]`` on which weights depend beyond the last bits."""
 

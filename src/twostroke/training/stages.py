@@ -8,6 +8,7 @@ from typing import NamedTuple
 from twostroke.core.errors import ConfigError
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
+from twostroke.model.experts import ExpertsMlp
 from twostroke.training.ranks import Ranks
 
 EMBEDDING = "embed.weight"
@@ -22,11 +23,6 @@ def check_pipeline(spec: ModelSpec, n: int, interleave: int = 1) -> None:
         chunks = f"parallel.pipeline={n}" + (f" · interleave={interleave}" if interleave > 1 else "")
         what = "chunk" if interleave > 1 else "stage"
         raise ConfigError(f"{chunks} must not exceed n_layers={spec.n_layers}. Each {what} has a layer at least.")
-    if spec.moe is not None:
-        raise ConfigError(
-            f"the model has a mixture of experts, whose balance parallel.pipeline={n} does not count over stages yet. Use "
-            "parallel.data, shard or expert."
-        )
 
 
 def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
@@ -74,10 +70,12 @@ def stage_of(name: str, decoder: Decoder, ranks: Ranks) -> int:
 
 
 def keep_stage(decoder: Decoder, ranks: Ranks) -> None:
-    """Empty what other stages hold of ``decoder``, but for an embedding that is the last stage's head: that is a copy."""
+    """Empty what other stages hold of ``decoder``, but for an embedding that is the last stage's head: that is a copy; and but
+    for what routers count, a few numbers an expert, which are summed over all ranks and move the biases of all alike."""
     own, last = ranks.at("pipeline"), ranks.size("pipeline") - 1
+    counted = {id(held) for m in decoder.modules() if isinstance(m, ExpertsMlp) for held in m.buffers(recurse=False)}
     for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers()):
-        if stage_of(name, decoder, ranks) != own:
+        if stage_of(name, decoder, ranks) != own and id(tensor) not in counted:
             tensor.requires_grad_(False)
             if name != EMBEDDING or decoder.head is not None or own != last:
                 tensor.data = tensor.data.new_empty(0)

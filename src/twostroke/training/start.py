@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _chosen(recipe: TrainRecipe, ranks: Ranks, log: Log) -> ParallelRecipe:
     if hardware is None:
         raise ConfigError(f'parallel.layout="auto" is planned by a profile of this machine: {why_not}')
     spec = spec_to_lay_out(with_own_tokenizer(recipe))
-    chosen, sentence = choose_layout(recipe, spec, ranks.n, hardware, check_layout, ranks.sharing(pick_device()))
+    chosen, sentence = choose_layout(recipe, spec, ranks.n, hardware, check_layout, ranks.sharing(pick_device().type))
     log(sentence)
     return chosen
 
@@ -163,11 +164,11 @@ def _start(
     resolved = directory.open(recipe, resume)
     check_offload(recipe.train, pick_device().type)
     hardware, why_not = _hardware_of(pick_device())
-    share_cores = ranks.sharing(pick_device()) > 1
+    layout = partial(layout_of, ranks.layout, sharing=ranks.sharing(pick_device().type))
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)
         prepared = _same_data(recipe, resolved, data_progress)
-        planned = Planned(_frozen_prediction(ledger, resolved.run_id), None if share_cores else hardware)
+        planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware, n_devices=layout(resolved.spec).n_whole)
         entry = Recording(resolved.run_id, planned, log, ledger)
         return RunInputs(recipe, directory, resolved, prepared, entry, True, log, ranks)
     prepared, is_made = _prepare(recipe.data, data_progress)
@@ -176,16 +177,12 @@ def _start(
     check_layout(recipe, spec, ranks.layout)
     steps = resolve_steps(recipe, spec, hardware, ranks)
     planned = Planned()
-    if share_cores:
-        log(
-            f"no prediction and no MFU: a machine is calibrated for one process with all its cores, and {ranks.n} ranks share "
-            "them."
-        )
-    elif hardware is not None:
-        plan = plan_training(spec, TrainingShape.from_recipe(recipe, steps, ranks.n_readers), hardware, layout_of(ranks.layout))
+    if hardware is not None:
+        shape = TrainingShape.from_recipe(recipe, steps, ranks.n_readers)
+        plan = plan_training(spec, shape, hardware, layout(spec))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
-        planned = Planned(plan.prediction(), hardware)
+        planned = Planned(plan.prediction(), hardware, n_devices=plan.layout.n_whole)
     else:
         log(f"no prediction and no MFU: {why_not}")
     inputs = {

@@ -4,6 +4,9 @@ q, k, v, gate and up are cut by their outputs, so that a rank has whole heads an
 them by their inputs, embedding and head by the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053). Between the branches a rank
 has a part of each sequence: norms and sums are computed once and not on every rank (Korthikanti et al., arXiv:2205.05198). A
 branch gathers the sequence before it and scatters its ranks' sums after it. The decoder's modules are changed from outside.
+
+Of a mixture no expert is cut, and the router chooses for a rank's part of the sequence (``expert_parallel``); shared experts
+are cut as any MLP.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.packing import IGNORE_INDEX
 from twostroke.kernels.nf4 import Nf4Matrix, decoded_scales
-from twostroke.model.adapters import AdaptedLinear, LowRank, Nf4Linear
+from twostroke.model.adapters import AdaptedLinear, LowRank, LowRankExperts, Nf4Linear
 from twostroke.model.decoder import Decoder, capped
+from twostroke.model.experts import ExpertsMlp
 from twostroke.training.ranks import SENT, Ranks, all_gather
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import Cut, rows_of
@@ -39,11 +43,11 @@ def cuts(spec: ModelSpec) -> dict[str, Cut]:
     for layer in range(spec.n_layers):
         for stored in block(spec, layer):
             name = f"blocks.{layer}.{stored.module}"
-            if isinstance(stored, Vector):
+            if isinstance(stored, Vector) and stored.split == "column":
                 found[name] = Cut((stored.n,), 0, (stored.n,))
             elif isinstance(stored, Matrix) and stored.split == "row":
                 found[f"{name}.weight"] = Cut((stored.n, stored.k), 1, (stored.k,))
-            elif isinstance(stored, Matrix):
+            elif isinstance(stored, Matrix) and stored.split == "column":
                 parts = tuple(rows for _, rows in stored.parts)
                 found[f"{name}.weight"] = Cut((stored.n, stored.k), 0, parts)
                 if stored.bias:
@@ -62,7 +66,7 @@ def adapter_cuts(decoder: Decoder) -> dict[str, Cut]:
     }
     found = {}
     for name, module in decoder.named_modules():
-        if isinstance(module, LowRank):
+        if isinstance(module, LowRank) and not isinstance(module, LowRankExperts):
             is_cut_by_inputs = splits[name.partition(".adapters.")[0]] == "row"
             factor, dim = ("a", 1) if is_cut_by_inputs else ("b", 0)
             shape = tuple(getattr(module, factor).shape)
@@ -76,7 +80,7 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int, n_context: int = 
     if n == 1:
         return
     length = recipe.train.sequence_length
-    for name, value in (("n_kv_heads", spec.n_kv_heads), ("n_heads", spec.n_heads), ("d_ff", spec.d_ff)):
+    for name, value in (("n_kv_heads", spec.n_kv_heads), ("n_heads", spec.n_heads), *_mlp_widths(spec).items()):
         if value % n:
             raise ConfigError(f"parallel.tensor={n} must divide {name}={value}. Use {divisors(value)}.")
     if length % n:
@@ -89,7 +93,6 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int, n_context: int = 
         )
     away = spec.departures
     refused = {
-        "a mixture of experts": spec.moe is not None,
         "latent attention": spec.mla is not None,
         "dropout": spec.dropout > 0,
         "a norm over all heads together": spec.qk_norm and away.qk_norm_over_heads,
@@ -101,11 +104,20 @@ def check_tensor(recipe: TrainRecipe, spec: ModelSpec, n: int, n_context: int = 
     if recipe.method == "qlora":
         size = recipe.lora.nf4_block
         for stored in (stored for layer in range(spec.n_layers) for stored in block(spec, layer)):
-            if isinstance(stored, Matrix) and (columns := stored.k // (n if stored.split == "row" else 1)) % size:
+            if not isinstance(stored, Matrix) or stored.split == "expert":
+                continue
+            if (columns := stored.k // (n if stored.split == "row" else 1)) % size:
                 raise ConfigError(
                     f"lora.nf4_block={size} must divide the {columns} columns that a rank has of {stored.name} with "
                     f"parallel.tensor={n}: a scale is of one rank's values. Use {divisors(columns)}."
                 )
+
+
+def _mlp_widths(spec: ModelSpec) -> dict[str, int]:
+    """Widths that are cut, by name: of dense layers, and of experts that every row passes."""
+    found = {} if all(map(spec.has_experts, range(spec.n_layers))) else {"d_ff": spec.d_ff}
+    shared = 0 if spec.moe is None else spec.moe.shared_width
+    return found | {"the shared experts' width": shared} if shared else found
 
 
 # -- what ranks send each other ---------------------------------------------------------------------------------------------
@@ -186,14 +198,16 @@ class TensorGroup:
         return cls(ranks.group("tensor").group_name, ranks.at("tensor"), ranks.layout.tensor)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(B, T, …) of each rank's (B, T/n, …). Its gradient is the ranks' sum, scattered."""
-        found: Tensor = _gather(x, self.name, self.n)
-        return found
+        """(B, T, E) of each rank's (B, T/n, E), or rows one rank's after another's. Its gradient is the ranks' sum,
+        scattered."""
+        found: Tensor = _gather(x if x.dim() == 3 else x[None], self.name, self.n)
+        return found if x.dim() == 3 else found[0]
 
     def scattered(self, x: Tensor) -> Tensor:
-        """This rank's part (B, T/n, …) of the sum of each rank's (B, T, …). Its gradient is gathered."""
-        found: Tensor = _scatter(x, self.name, self.n)
-        return found
+        """This rank's part (B, T/n, E) of the sum of each rank's (B, T, E), or of the rows of ``gathered``. Its gradient is
+        gathered."""
+        found: Tensor = _scatter(x if x.dim() == 3 else x[None], self.name, self.n)
+        return found if x.dim() == 3 else found[0]
 
     def over_ranks(self, x: Tensor) -> Tensor:
         """(n, …): ``x`` of each rank, without gradients."""
@@ -343,8 +357,15 @@ def cut_decoder(decoder: Decoder, ranks: Ranks) -> dict[str, Cut]:
         attention, mlp = cast(Any, unit).attn, cast(Any, unit).mlp
         attention.n_heads //= group.n
         attention.n_kv_heads //= group.n
-        attention.out, mlp.down = _summed(attention.out, group), _summed(mlp.down, group)
-        for branch in (attention, mlp):
-            branch.register_forward_pre_hook(gather_input)
+        attention.out = _summed(attention.out, group)
+        gathering, has_experts = [attention], isinstance(mlp, ExpertsMlp)
+        if not has_experts:
+            mlp.down = _summed(mlp.down, group)
+            gathering.append(mlp)
+        elif mlp.has_shared:
+            mlp.shared_down = _summed(mlp.shared_down, group)
+            gathering.append(mlp.shared_gate_up)
+        for module in gathering:
+            module.register_forward_pre_hook(gather_input)
     decoder.final_norm.register_forward_hook(gather_output)
     return cuts(spec) | adapters

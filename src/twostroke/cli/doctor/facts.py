@@ -192,7 +192,8 @@ def read_disk(folder: Path) -> Disk:
 
 
 def torch_build() -> tuple[str, str]:
-    """torch's version and the CUDA release that it was built with, from its files; empty strings if they do not tell."""
+    """torch's version, as ``torch.__version__`` has it, and the CUDA release that it was built with, from its files; empty
+    strings if they do not tell. Of PyPI's wheels the metadata says 2.13.0 and torch 2.13.0+cu130, which profiles keep."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -204,8 +205,8 @@ def torch_build() -> tuple[str, str]:
         text = (Path(found.origin).parent / "version.py").read_text()
     except OSError:
         return version, ""
-    cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE)
-    return version, cuda[1] if cuda else ""
+    said = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, flags=re.MULTILINE))
+    return said.get("__version__", version), said.get("cuda", "")
 
 
 def ask_torch() -> str:

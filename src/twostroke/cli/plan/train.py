@@ -23,7 +23,6 @@ from twostroke.cli.plan.subject import (
 from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.optimizers import CHOICES
-from twostroke.core.units import format_seconds
 
 if TYPE_CHECKING:
     from twostroke.planner.hardware.device import Hardware
@@ -73,7 +72,10 @@ def train(
     checkpointing: str = typer.Option(
         "none", help="What backward computes again: none, selective (elementwise work), selective_op or full."
     ),
-    logits: str = typer.Option("chunked", help="chunked, or whole for a loss that takes a micro-batch's logits at once."),
+    logits: str = typer.Option(
+        "chunked",
+        help="chunked; whole where the loss takes a micro-batch's at once, listed where it takes them by the chunk.",
+    ),
     optimizer_in_backward: bool = typer.Option(False, help="Each gradient is used and freed as soon as it is there."),
     offload_activations: str = typer.Option(
         "none", help="Where what layers keep for backward waits: none, cpu (the host's memory) or disk."
@@ -181,7 +183,7 @@ def _laid_out(found: Subject, ranks: int, machine: Hardware) -> tuple[Subject, L
     from twostroke.core.parallel_recipe import ParallelRecipe
     from twostroke.planner.choosing.layouts import choose_layout
     from twostroke.planner.training.layout import layout_of
-    from twostroke.planner.training.plan import plan_training, steps_for_budget
+    from twostroke.planner.training.plan import steps_for_budget
     from twostroke.planner.training.shape import TrainingShape
 
     recipe = found.recipe
@@ -199,14 +201,9 @@ def _laid_out(found: Subject, ranks: int, machine: Hardware) -> tuple[Subject, L
         notes.append(sentence)
     if ranks:
         parallel = parallel.on(ranks, recipe.train.grad_accumulation)
-    layout, laid_out = layout_of(parallel), dataclasses.replace(recipe, parallel=parallel)
+    layout, laid_out = layout_of(parallel, found.spec, sharing), dataclasses.replace(recipe, parallel=parallel)
     shape, budget_s = TrainingShape.from_recipe(laid_out, steps=0), recipe.train.budget_s
-    steps = recipe.train.steps or steps_for_budget(found.spec, shape, machine, budget_s, layout, sharing)
-    if sharing > 1:
-        step_s = plan_training(found.spec, shape, machine, layout).shared_step_s(sharing)
-        notes.append(
-            f"each rank is planned as a machine of its own; {ranks} that share this one need {format_seconds(step_s)} a step."
-        )
+    steps = recipe.train.steps or steps_for_budget(found.spec, shape, machine, budget_s, layout)
     shape = dataclasses.replace(shape, steps=steps)
     return dataclasses.replace(found, shape=shape, steps=steps, notes=(*found.notes, *notes)), layout
 

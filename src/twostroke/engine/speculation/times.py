@@ -13,10 +13,12 @@ from torch import Tensor
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.planned import planned
+from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.work.component import total_seconds
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep
 
 _TIMED = (1, 4, 16, 64)
 _REPEATS = 3
@@ -26,6 +28,12 @@ def planned_step_s(directory: Path, spec: ModelSpec, settings: EngineSettings) -
     """Planned seconds of a decode step by its rows; None on a machine that was not calibrated."""
     strategy = planned(directory, spec, settings)
     return None if strategy is None else lambda rows: total_seconds(strategy.decode(rows))
+
+
+def planned_prompt_s(directory: Path, spec: ModelSpec, settings: EngineSettings) -> Callable[[int], float] | None:
+    """Planned seconds of a step by its rows, all of them of one prompt; None on a machine that was not calibrated."""
+    strategy = planned(directory, spec, settings)
+    return None if strategy is None else lambda rows: strategy.step_seconds(0, 0.0, (Chunk(0, rows),))
 
 
 def timed_step_s(

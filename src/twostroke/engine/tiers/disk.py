@@ -19,16 +19,17 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.private_folder import private_folder
 from twostroke.core.units import format_bytes
-from twostroke.engine.speculation.lengths import StepTimes
 from twostroke.engine.tiers.images import Bytes, PageImages
-from twostroke.engine.tiers.page_file import Entry, PageFile
+from twostroke.engine.tiers.load_times import Load, LoadTimes, PromptTimes
+from twostroke.engine.tiers.page_file import Entry, PageFile, PageRead
 from twostroke.scheduling.prefix_tree import PrefixTree
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.step import ScheduledStep
@@ -47,14 +48,12 @@ _CHECKED_EVERY = 8
 _LEAST_GAIN = 1.25
 """Loading must promise to take so many times less than computing. Below it the errors of both predictions decide."""
 
-_SURPRISE = 0.3
-"""Share of the newest load in the estimate of a page's time, if it was faster. A slower one is the estimate."""
-
-_HOPE = 0.95
-"""Factor of a page's estimated time at each load that was not worth it. A disk that was slow is then tried again."""
-
 _SAMPLED = 8
-"""Pages that are read at the start, to know a page's time."""
+"""Pages that are read to know how long loading takes: at the start, and again after ``_RENEWED`` refusals."""
+
+_RENEWED = 8
+"""Admissions for which loading was not worth it until the writing thread reads some of the last one's pages. A disk that was
+slow is then loaded from again, and no request has to try it."""
 
 _NICE = 19
 """Of the writing thread. At the engine's own priority it would make the engine's threads wait for each other at barriers."""
@@ -102,23 +101,35 @@ class PageStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
 
-    def newest(self, n: int) -> list[bytes]:
-        """Up to ``n`` keys, those used last."""
+    def oldest(self, n: int) -> list[bytes]:
+        """Up to ``n`` keys, those that were used the longest time ago, in the order of the file."""
         with self._lock:
-            return list(self._slots)[-n:]
+            return sorted(list(self._slots)[:n], key=lambda key: self._slots[key][0])
 
-    def read(self, key: bytes, record: Bytes) -> bool | None:
-        """Fill ``record`` with what is held of ``key``. Returns None if nothing is, and False if it is damaged; then it is
-        forgotten."""
+    def read(self, key: bytes, record: Bytes) -> PageRead | None:
+        """Fill ``record`` with what is held of ``key``. Returns None if nothing is. A page that is not whole is forgotten."""
         found = self._slots.get(key)
         if found is None:
             return None
-        if self.file.read(*found, record):
-            return True
-        if self._slots.get(key) is not found:  # its slot was taken for another page meanwhile
-            return None
-        self.forget([key])
-        return False
+        read = self.file.read(*found, record)
+        if not read.whole:
+            if self._slots.get(key) is not found:  # its slot was taken for another page meanwhile
+                return None
+            self.forget([key])
+        return read
+
+    def in_memory(self, keys: Sequence[bytes]) -> bool:
+        """Whether reading ``keys`` waits for no disk, as far as the system tells."""
+        found = [self._slots.get(key) for key in keys]
+        return all(slot is not None and self.file.in_memory(slot[0]) for slot in found)
+
+    def leave_memory(self, keys: Sequence[bytes]) -> None:
+        """Ask the system's page cache to forget what is held of ``keys``."""
+        for key in keys:
+            found = self._slots.get(key)
+            if found is not None:
+                with contextlib.suppress(OSError):
+                    self.file.leave_memory(found[0])
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Let nothing be held of ``keys``."""
@@ -176,11 +187,26 @@ class PageStore:
             self.file.write_entry(slot, entry)
 
 
+def _read_through(store: PageStore, images: PageImages, keys: Sequence[bytes], record: Bytes) -> Load:
+    """What loading ``keys`` takes, once the system was asked to forget them. Nothing goes into the pool: a copy out of it
+    stands for the one into it."""
+    load = Load()
+    store.leave_memory(keys)
+    for key in keys:
+        began = time.perf_counter()
+        read = store.read(key, record)
+        if read is not None:
+            store.file.records.tokens(record)
+            images.copy_out(0, store.file.records.image(record))
+            load.add(time.perf_counter() - began, read.waited_s)
+    return load
+
+
 class _Writer:
-    """Writes pages behind the steps. ``jobs`` are the keys of finished requests; None ends the thread."""
+    """Writes pages behind the steps. ``jobs`` are its calls of ``write`` and ``renew``; None ends the thread."""
 
     def __init__(self, store: PageStore, tree: PrefixTree, images: PageImages) -> None:
-        self.jobs: queue.Queue[Sequence[bytes] | None] = queue.Queue(_MOST_WAITING)
+        self.jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         self.n_written = 0
         self.seconds: float | None = None  # that the last page took
         self._store, self._tree, self._images = store, tree, images
@@ -191,22 +217,31 @@ class _Writer:
         if sys.platform == "linux":  # where a thread has a priority of its own
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (keys := self.jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None:
             try:
-                if self._is_over:
-                    continue
-                if os.fstat(self._store.file.descriptor).st_nlink == 0:
-                    raise FileNotFoundError("the file was removed")
-                self._write(keys)
-            except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if full and not self._is_full:
-                    log.warning("the disk of --kv-dir is full: its %d pages make room for one another.", self._store.n_most)
-                elif not full:
-                    log.warning("no further pages are kept in --kv-dir: %s.", error)
-                self._is_over, self._is_full = not full, full
+                job()
             finally:
                 self.jobs.task_done()
+
+    def renew(self, keys: Sequence[bytes], times: LoadTimes) -> None:
+        """Tell ``times`` what loading ``keys`` takes now."""
+        times.renew(_read_through(self._store, self._images, keys, self._record))
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Keep the prefix ``keys`` of a request that has ended."""
+        if self._is_over:
+            return
+        try:
+            if os.fstat(self._store.file.descriptor).st_nlink == 0:
+                raise FileNotFoundError("the file was removed")
+            self._write(keys)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full and not self._is_full:
+                log.warning("the disk of --kv-dir is full: its %d pages make room for one another.", self._store.n_most)
+            elif not full:
+                log.warning("no further pages are kept in --kv-dir: %s.", error)
+            self._is_over, self._is_full = not full, full
 
     def _write(self, keys: Sequence[bytes]) -> None:
         store, file, record = self._store, self._store.file, self._record
@@ -235,16 +270,17 @@ class _Writer:
 
 
 class DiskTier:
-    """See ``scheduling.lower_tier``. ``times`` are seconds of a step by its rows, ``token_budget`` the most rows."""
+    """See ``scheduling.lower_tier``. ``times`` are seconds of a step with a prompt by its rows, ``token_budget`` the most."""
 
     def __init__(
-        self, store: PageStore, tree: PrefixTree, images: PageImages, page_tokens: int, token_budget: int, times: StepTimes
+        self, store: PageStore, tree: PrefixTree, images: PageImages, page_tokens: int, token_budget: int, times: PromptTimes
     ) -> None:
         self._store, self._images, self._page_tokens, self._token_budget = store, images, page_tokens, token_budget
         self.times = times
         self._counts = DiskCounts()
         self._record = store.file.records.record()
-        self._page_s = self._sampled_s()
+        self.loads = self._sampled()
+        self._under_way: dict[str, Load] = {}  # of requests whose loads go on in the next step
         self._loaded_s = 0.0  # in the present step
         self._writer = _Writer(store, tree, images)
         thread = threading.Thread(target=self._writer.run, name="kv-pages", daemon=True)
@@ -264,33 +300,40 @@ class DiskTier:
         counts.pages, counts.written = len(self._store), self._writer.n_written
         return DiskCounts(**vars(counts))
 
-    def _sampled_s(self) -> float | None:
-        """Seconds to read a page; None if there is none."""
-        began, n = time.perf_counter(), 0
-        for key in self._store.newest(_SAMPLED):
-            n += self._store.read(key, self._record) is not None
-        return (time.perf_counter() - began) / n if n else None
+    def _sampled(self) -> LoadTimes:
+        """How long loading takes, as a few pages say. They are read twice, because the first time also is that of memory that
+        was never touched."""
+        store, times = self._store, LoadTimes(self._store.file.records.n_bytes)
+        sample = store.oldest(_SAMPLED)
+        _read_through(store, self._images, sample, self._record)
+        times.saw(_read_through(store, self._images, sample, self._record))
+        return times
 
     def worth(self, request: Request, first: int, end: int) -> int:
         """How many of pages ``first`` to ``end`` of ``request`` are held, up to the first that is not; 0 if computing their
         tokens is predicted to be as fast as loading."""
-        keys, store, n = request.page_keys, self._store, 0
-        while first + n < end and keys[first + n] in store:
+        store, loads, n = self._store, self.loads, 0
+        while first + n < end and request.page_keys[first + n] in store:
             n += 1
         if n == 0:
             return 0
-        if self._page_s is None:
-            self._page_s = self._writer.seconds or 0.0  # reading takes about as long as writing did
-        if self._pays(n, len(request.tokens) - first * self._page_tokens, self._page_s):
+        if loads.work_s is None:
+            loads.work_s = self._writer.seconds  # reading takes about as long as writing did
+        self._under_way.pop(request.id, None)
+        keys = request.page_keys[first : first + n]
+        n_left = len(request.tokens) - first * self._page_tokens
+        if self._pays(n, n_left, loads.seconds(n, store.in_memory((keys[0], keys[-1])))):
             return n
-        self._page_s *= _HOPE
         self._counts.refused += 1
+        if self._counts.refused % _RENEWED == 0:
+            with contextlib.suppress(queue.Full):
+                self._writer.jobs.put_nowait(partial(self._writer.renew, keys[:_SAMPLED], loads))
         return 0
 
-    def _pays(self, n_pages: int, n_left: int, page_s: float) -> bool:
-        """Whether ``n_pages`` save time where ``n_left`` tokens of the request are to be computed."""
+    def _pays(self, n_pages: int, n_left: int, load_s: float) -> bool:
+        """Whether ``n_pages`` that take ``load_s`` save time where ``n_left`` tokens of the request are to be computed."""
         saved = self._compute_s(n_left) - self._compute_s(n_left - n_pages * self._page_tokens)
-        return saved > _LEAST_GAIN * n_pages * page_s
+        return saved > _LEAST_GAIN * load_s
 
     def _compute_s(self, n_tokens: int) -> float:
         steps, rest = divmod(n_tokens, self._token_budget)
@@ -300,26 +343,34 @@ class DiskTier:
         """Fill pages ``first`` to ``end`` of ``request``. Returns how many were, from the first on: fewer where one is damaged
         or the disk has become too slow, and, if ``bounded``, after ``_SLICE_S``."""
         store, tokens, size = self._store, request.tokens, self._page_tokens
-        began, n = time.perf_counter(), 0
+        records, load = store.file.records, self._under_way.pop(request.id, None) or Load()
+        began = at = time.perf_counter()
+        n, goes_on = 0, False
         while first + n < end:
             place = first + n
-            if n and (bounded or n % _CHECKED_EVERY == 0):
-                passed = time.perf_counter() - began
-                if bounded and passed > _SLICE_S:
-                    break
-                if n % _CHECKED_EVERY == 0 and not self._pays(end - place, len(tokens) - place * size, passed / n):
+            if n and bounded and at - began > _SLICE_S:
+                goes_on = True
+                break
+            if load.n and load.n % _CHECKED_EVERY == 0:
+                rest = end - place
+                if not self._pays(rest, len(tokens) - place * size, load.rest_s(rest)):
                     break
             read = store.read(request.page_keys[place], self._record)
-            if read is False:
+            if read is not None and not read.whole:
                 self._counts.damaged += 1
-            if not read or store.file.records.tokens(self._record) != tokens[place * size : (place + 1) * size]:
+            if read is None or not read.whole or records.tokens(self._record) != tokens[place * size : (place + 1) * size]:
                 break
-            self._images.copy_in(request.pages[place], store.file.records.image(self._record))
+            self._images.copy_in(request.pages[place], records.image(self._record))
             n += 1
+            before, at = at, time.perf_counter()
+            load.add(at - before, read.waited_s)
+        if goes_on:
+            if len(self._under_way) > _MOST_WAITING:  # of requests that were aborted
+                self._under_way.clear()
+            self._under_way[request.id] = load
+        else:
+            self.loads.saw(load)
         passed = time.perf_counter() - began
-        if n:
-            known = passed / n if self._page_s is None else self._page_s
-            self._page_s = max(passed / n, known + _SURPRISE * (passed / n - known))
         self._counts.hit_tokens += n * size
         self._counts.load_s += passed
         self._loaded_s += passed
@@ -328,7 +379,7 @@ class DiskTier:
     def keep(self, keys: Sequence[bytes]) -> None:
         """Pages of the prefix ``keys`` are no longer used by their request."""
         try:
-            self._writer.jobs.put_nowait(keys)
+            self._writer.jobs.put_nowait(partial(self._writer.write, keys))
         except queue.Full:
             self._counts.dropped += 1
 
@@ -343,7 +394,7 @@ class DiskTier:
             self.times.saw(step.n_tokens, seconds - loaded)
 
 
-def _end(jobs: queue.Queue[Sequence[bytes] | None], thread: threading.Thread, file: PageFile) -> None:
+def _end(jobs: queue.Queue[Callable[[], None] | None], thread: threading.Thread, file: PageFile) -> None:
     with contextlib.suppress(queue.Full):
         jobs.put(None, timeout=_CLOSE_S)
     thread.join(_CLOSE_S)

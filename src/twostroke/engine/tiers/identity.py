@@ -18,7 +18,8 @@ from twostroke.engine.packed_cache import states_of_files
 from twostroke.engine.tiers.images import PageImages
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
+from twostroke.scheduling.scheduler import Scheduler
+from twostroke.scheduling.step import ScheduledStep
 
 _MAX_FILES = 64
 

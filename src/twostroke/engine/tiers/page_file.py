@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import time
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.engine.tiers.images import Bytes
@@ -25,6 +27,7 @@ _GROUP = 64
 _ENTRY = struct.Struct("<16sQQI")  # key; last used; sum and CRC-32 of the record; behind it a CRC-32 of these
 _ENTRY_BYTES = _BLOCK // _GROUP
 _MOST_USED = 2**62  # no engine counts so far, and behind it there is room to count on
+_AT_ONCE: int = getattr(os, "RWF_NOWAIT", 0)  # Linux tells what its page cache has
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Entry:
     def pack(self) -> bytes:
         packed = _ENTRY.pack(self.key, self.used, self.total, self.crc)
         return (packed + zlib.crc32(packed).to_bytes(4, "little")).ljust(_ENTRY_BYTES, b"\0")
+
+
+class PageRead(NamedTuple):
+    """``whole``: the record is what its entry says. ``waited_s``: seconds until the disk gave what memory lacked; where the
+    system does not tell, those of the whole read."""
+
+    whole: bool
+    waited_s: float
 
 
 class PageFile:
@@ -126,13 +137,35 @@ class PageFile:
         """Change what is said of ``slot``; None: it holds nothing."""
         os.pwrite(self.descriptor, b"\0" * _ENTRY_BYTES if entry is None else entry.pack(), self._entry_at(slot))
 
-    def read(self, slot: int, entry: Entry, record: Bytes) -> bool:
-        """Fill ``record`` from ``slot``. Returns False if it is not what ``entry`` says, as after a crash or damage."""
+    def read(self, slot: int, entry: Entry, record: Bytes) -> PageRead:
+        """Fill ``record`` from ``slot``. It is not whole if it is not what ``entry`` says, as after a crash or damage."""
+        at, waited_s = self._record_at(slot), 0.0
+        n = self._read_at_once(record.data, at)
+        if n < len(record):
+            began = time.perf_counter()
+            try:
+                n += os.preadv(self.descriptor, [record.data[n:]], at + n)
+            except OSError:
+                n = 0
+            waited_s = time.perf_counter() - began
+        whole = n == len(record) and self.records.sums(entry.key, record) == (entry.total, entry.crc)
+        return PageRead(whole, waited_s)
+
+    def in_memory(self, slot: int) -> bool:
+        """Whether the system's page cache has the end of ``slot``, as far as it tells."""
+        return self._read_at_once(memoryview(bytearray(1)), self._record_at(slot) + self.records.n_bytes - 1) == 1
+
+    def leave_memory(self, slot: int) -> None:
+        """Ask the system's page cache to forget ``slot``. What is not on the disk yet stays, and is on its way there."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, self._record_at(slot), self._stride, os.POSIX_FADV_DONTNEED)
+
+    def _read_at_once(self, buffer: memoryview, at: int) -> int:
+        """Fill ``buffer`` with what the page cache has from ``at`` on, and return how many bytes that is."""
         try:
-            n = os.preadv(self.descriptor, [record.data], self._record_at(slot))
-        except OSError:
-            return False
-        return n == len(record) and self.records.sums(entry.key, record) == (entry.total, entry.crc)
+            return os.preadv(self.descriptor, [buffer], at, _AT_ONCE) if _AT_ONCE else 0
+        except OSError:  # it has nothing, or the file system does not tell
+            return 0
 
 
 def _write_all(descriptor: int, data: Bytes, at: int) -> None:

@@ -64,7 +64,7 @@ def load(path: Path, identity: bytes, scheduler: Scheduler, images: PageImages) 
                 raise CapacityError(f"{path} holds more than max_model_len={config.max_model_len} tokens. Raise it.")
             key, record = ROOT, file.records.record()
             for slot, entry in enumerate(entries):
-                own = file.records.tokens(record) if entry is not None and file.read(slot, entry, record) else []
+                own = file.records.tokens(record) if entry is not None and file.read(slot, entry, record).whole else []
                 key = chain_key(key, own)
                 whole = len(own) == size
                 if entry is None or not own or entry.key != key or not (whole or slot == len(entries) - 1):

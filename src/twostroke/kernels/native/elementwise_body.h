@@ -320,7 +320,10 @@ constexpr int kThinAhead = 32;  // inputs
 
 // R rows of one panel. Four chains of sums hide the latency of an addition, the same four for any R.
 template <int R>
-TS_INLINE void thin_block(const float* panel, int64_t k, const float* x, int64_t ldx, Floats (&sum)[R]) {
+TS_INLINE void thin_block(const float* panel, int64_t k, const float* const* x, Floats (&sum)[R]) {
+    const float* from[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) from[r] = x[r];
     Floats chains[R][4];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
@@ -333,12 +336,12 @@ TS_INLINE void thin_block(const float* panel, int64_t k, const float* x, int64_t
             __builtin_prefetch(panel + (i + j + kThinAhead) * kLanes, 0, 3);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
-                chains[r][j] = fma(all(x[r * ldx + i + j]), load(panel + (i + j) * kLanes), chains[r][j]);
+                chains[r][j] = fma(all(from[r][i + j]), load(panel + (i + j) * kLanes), chains[r][j]);
         }
     }
     for (; i < k; i++) {
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++) chains[r][0] = fma(all(x[r * ldx + i]), load(panel + i * kLanes), chains[r][0]);
+        for (int r = 0; r < R; r++) chains[r][0] = fma(all(from[r][i]), load(panel + i * kLanes), chains[r][0]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) sum[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
@@ -356,24 +359,24 @@ TS_INLINE void put(float* y, Floats value, int first, int last, bool add) {
 }
 
 template <int R>
-TS_INLINE void thin_rows(const float* panel, int64_t k, const float* x, int64_t ldx, float* y, int64_t ldy, int first,
-                         int last, bool add) {
+TS_INLINE void thin_rows(const float* panel, int64_t k, const float* const* x, float* const* y, int64_t begin,
+                         int first, int last, bool add) {
     Floats sum[R];
-    thin_block<R>(panel, k, x, ldx, sum);
-    for (int r = 0; r < R; r++) put(y + r * ldy, sum[r], first, last, add);
+    thin_block<R>(panel, k, x, sum);
+    for (int r = 0; r < R; r++) put(y[r] + begin, sum[r], first, last, add);
 }
 
-void thin_f32(const float* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
-              int64_t ldy, bool add) {
+void thin_f32(const float* packed, int64_t k, const float* const* x, int64_t m, int64_t n0, int64_t n1, float* const* y,
+              bool add) {
     for (int64_t panel = n0 / kLanes; panel * kLanes < n1; panel++) {
         const int64_t begin = panel * kLanes;
         const int first = static_cast<int>(begin < n0 ? n0 - begin : 0);
         const int last = static_cast<int>(n1 - begin < kLanes ? n1 - begin : kLanes);
         const float* from = packed + begin * k;
         int64_t r = 0;
-        for (; r + 4 <= m; r += 4) thin_rows<4>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
-        for (; r + 2 <= m; r += 2) thin_rows<2>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
-        for (; r < m; r++) thin_rows<1>(from, k, x + r * ldx, ldx, y + r * ldy + begin, ldy, first, last, add);
+        for (; r + 4 <= m; r += 4) thin_rows<4>(from, k, x + r, y + r, begin, first, last, add);
+        for (; r + 2 <= m; r += 2) thin_rows<2>(from, k, x + r, y + r, begin, first, last, add);
+        for (; r < m; r++) thin_rows<1>(from, k, x + r, y + r, begin, first, last, add);
     }
 }
 

@@ -23,15 +23,23 @@ constexpr float kSmallestMaximum = 1e-30f;
 constexpr int64_t kSampleBlock =
     64;  // weights whose sum and largest are kept, so that a later look skips what is too small
 
-// Rows in 15 bits: a number is scale · (128 · high + low), each a code in 8 bits. The codes and the scale of row r lie
-// r · `stride` bytes behind those of row 0.
+// What a row's codes sum up to: those that a product reads, both digits apart.
+struct SplitSums {
+    int32_t high, low;
+};
+
+// Rows in 15 bits: a number is scale · (128 · high + low), each a code in 8 bits. What belongs to row r lies r ·
+// `stride` bytes behind that of row 0.
 struct SplitRows {
     const int8_t *high, *low;
     const float* scale;
+    const SplitSums* sums;
     int64_t stride;
     SplitRows from(int64_t r) const {
-        return {high + r * stride, low + r * stride,
-                reinterpret_cast<const float*>(reinterpret_cast<const char*>(scale) + r * stride), stride};
+        const auto at = [bytes = r * stride](auto* p) {
+            return reinterpret_cast<decltype(p)>(reinterpret_cast<const char*>(p) + bytes);
+        };
+        return {at(high), at(low), at(scale), at(sums), stride};
     }
 };
 constexpr float kSplitUnits = 127.0f * 128.0f;
@@ -52,19 +60,19 @@ struct Kernels {
     void (*bound)(float* x, int64_t n, float cap);  // to cap·tanh(x/cap)
     Best (*best)(const float* x, int64_t n);
 
-    // Outputs [n0, n1) of m rows: y (+)= x·Wᵀ for a W (n, k) with few inputs or few outputs. W lies in panels of 16
-    // outputs, each k times 16 numbers; outputs behind n are 0. A row's result does not depend on m, n0 or n1.
-    void (*thin_f32)(const float* packed, int64_t k, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1,
-                     float* y, int64_t ldy, bool add);
+    // Outputs [n0, n1) of m rows: y[r] (+)= x[r]·Wᵀ for a W (n, k) with few inputs or few outputs. W lies in panels of
+    // 16 outputs, each k times 16 numbers; outputs behind n are 0. A row's result does not depend on m, n0 or n1.
+    void (*thin_f32)(const float* packed, int64_t k, const float* const* x, int64_t m, int64_t n0, int64_t n1,
+                     float* const* y, bool add);
 
     // The same for codes in 8 bits: a number is a word of four neighbouring inputs, each code + 128, and k counts
     // words; 128 stands behind n and k. Outputs are multiplied with `scales` (of whole panels), unless null. The same
     // bits on every target.
     void (*thin_codes)(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
-                       int64_t n1, float* y, int64_t ldy, bool add);
-    // A row of k numbers for it, zeros up to a multiple of 32. The largest is 127 · 128 units; a row that holds a NaN
-    // or an infinity gets such a scale.
-    void (*split_row)(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale);
+                       int64_t n1, float* const* y, bool add);
+    // A row of k numbers for it, zeros up to a multiple of 32, and their sums. The largest is 127 · 128 units; a row
+    // that holds a NaN or an infinity gets such a scale.
+    void (*split_row)(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale, SplitSums* sums);
 
     // Attention over the cache. task_rows: query rows (tokens × heads of a group) of one task, one token's heads at
     // least.
@@ -85,7 +93,7 @@ struct Kernels {
     // Attention of training (training_attention.h); null where a target has none.
     void (*train_attention)(const TrainingAttention&, uint16_t* out, float* log_sums);
     void (*train_attention_backward)(const TrainingAttention&, const uint16_t* out, const float* log_sums,
-                                     const uint16_t* out_gradient, uint16_t* qkv_gradient);
+                                     const uint16_t* out_gradient, uint16_t* qkv_gradient, float* sink_gradient);
 };
 
 const Kernels& kernels();  // of the target in use

@@ -173,7 +173,7 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
 }
 
 void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
-                int64_t n1, float* y, int64_t ldy, bool add) {
+                int64_t n1, float* const* y, bool add) {
     const auto* weights = static_cast<const uint8_t*>(packed);
     for (int64_t r = 0; r < m; ++r)
         for (int64_t n = n0; n < n1; ++n) {
@@ -187,17 +187,20 @@ void thin_codes(const void* packed, int64_t k, const float* scales, const SplitR
             }
             float value = std::fma(float(high), 128.0f, float(low)) * *row.scale;
             if (scales != nullptr) value *= scales[n];
-            y[r * ldy + n] = add ? y[r * ldy + n] + value : value;
+            y[r][n] = add ? y[r][n] + value : value;
         }
 }
 
-void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale) {
+void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale, SplitSums* sums) {
     const float largest = largest_of(x, k), inverse = kSplitUnits / largest;
     *scale = largest / kSplitUnits;
+    *sums = {0, 0};
     for (int64_t i = 0; i < padded(k); ++i) {
         const float units = i < k ? x[i] * inverse : 0.0f;
         high[i] = code_of(units * (1.0f / 128.0f));
         low[i] = code_of(std::fma(-float(high[i]), 128.0f, units));
+        sums->high += high[i];
+        sums->low += low[i];
     }
 }
 

@@ -349,53 +349,42 @@ void prepare_rows(Format format, const float* x, int64_t k, Rows& out, int64_t f
     }
 }
 
-constexpr int64_t kCodesAhead = 32 * kKRowBytes;  // of thin_codes
+constexpr int64_t kCodesAhead = 64 * kKRowBytes;  // of thin_codes
 
-// The sum of n codes times what weights are too large by.
-inline int32_t excess_of(const int8_t* codes, int64_t n) {
-    if (kCodeExcess == 0) return 0;
-    int32_t sum = 0;
-    int64_t i = 0;
-    if (n >= kKRowBytes) {
-        I32x16 sums = zero_words();
-        for (; i + kKRowBytes <= n; i += kKRowBytes)
-            add_code_products(sums, broadcast(int32_t{0x01010101}), load_words(codes + i));
-        float lanes[kPanelOutputs];  // exact: far below 2²⁴
-        store_first(lanes, to_floats(sums), kPanelOutputs);
-        for (const float lane : lanes) sum += int32_t(lane);
-    }
-    for (; i < n; ++i) sum += codes[i];
-    return kCodeExcess * sum;
-}
-
-// R rows of the panels that hold outputs [n0, n1).
-template <int R>
-void thin_codes_of(const char* packed, int64_t k, const float* scales, const SplitRows& x, int64_t n0, int64_t n1,
-                   float* y, int64_t ldy, bool add_to) {
-    int32_t high_excess[R], low_excess[R];
-    TS_EACH(r, R) {
-        high_excess[r] = excess_of(x.from(r).high, 4 * k);
-        low_excess[r] = excess_of(x.from(r).low, 4 * k);
-    }
-    for (int64_t panel = n0 / kPanelOutputs; panel * kPanelOutputs < n1; ++panel) {
-        const char* weights = packed + panel * k * kKRowBytes;
-        I32x16 high[R], low[R];
-        TS_EACH(r, R) high[r] = low[r] = zero_words();
-        for (int64_t s = 0; s < k; ++s) {
-            __builtin_prefetch(weights + s * kKRowBytes + kCodesAhead, 0, 3);
-            const I32x16 w = load_words(weights + s * kKRowBytes);
-            TS_EACH(r, R) {
-                add_code_products(high[r], w, broadcast_word(x.high + r * x.stride + 4 * s));
-                add_code_products(low[r], w, broadcast_word(x.low + r * x.stride + 4 * s));
-            }
+// R rows of T panels side by side, the first of which has output `begin`.
+template <int R, int T>
+void thin_block(const char* weights, int64_t k, const float* scales, const SplitRows& x, int64_t begin, int64_t n0,
+                int64_t n1, float* const* y, bool add_to) {
+    const int64_t panel_bytes = k * kKRowBytes;
+    I32x16 high[R][T], low[R][T];
+    TS_EACH(r, R) {  // what weights are too large by, taken off before: the sums are exact in any order
+        const SplitSums sums = *x.from(r).sums;
+        TS_EACH(t, T) {
+            high[r][t] = broadcast(-kCodeExcess * sums.high);
+            low[r][t] = broadcast(-kCodeExcess * sums.low);
         }
-        const int64_t begin = panel * kPanelOutputs, first = n0 > begin ? n0 - begin : 0, last = n1 - begin;
+    }
+    for (int64_t s = 0; s < k; ++s) {
+        I32x16 w[T];
+        TS_EACH(t, T) {
+            const char* from = weights + t * panel_bytes + s * kKRowBytes;
+            __builtin_prefetch(from + kCodesAhead, 0, 3);
+            w[t] = load_words(from);
+        }
         TS_EACH(r, R) {
-            const F32x16 upper = to_floats(subtract(high[r], broadcast(high_excess[r])));
-            const F32x16 lower = to_floats(subtract(low[r], broadcast(low_excess[r])));
-            F32x16 value = multiply(fma(upper, broadcast(128.0f), lower), broadcast(*x.from(r).scale));
-            if (scales != nullptr) value = multiply(value, load_floats(scales + begin));
-            float* to = y + r * ldy + begin;
+            const I32x16 upper = broadcast_word(x.high + r * x.stride + 4 * s),
+                         lower = broadcast_word(x.low + r * x.stride + 4 * s);
+            TS_EACH(t, T) add_code_products(high[r][t], w[t], upper);
+            TS_EACH(t, T) add_code_products(low[r][t], w[t], lower);
+        }
+    }
+    TS_EACH(r, R) {
+        const F32x16 row_scale = broadcast(*x.from(r).scale);
+        TS_EACH(t, T) {
+            const int64_t at = begin + t * kPanelOutputs, first = n0 > at ? n0 - at : 0, last = n1 - at;
+            F32x16 value = multiply(fma(to_floats(high[r][t]), broadcast(128.0f), to_floats(low[r][t])), row_scale);
+            if (scales != nullptr) value = multiply(value, load_floats(scales + at));
+            float* to = y[r] + at;
             if (first == 0) {
                 store_first(to, add_to ? add(load_first(to, last), value) : value, last);
                 continue;
@@ -407,17 +396,33 @@ void thin_codes_of(const char* packed, int64_t k, const float* scales, const Spl
     }
 }
 
-void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
-                int64_t n1, float* y, int64_t ldy, bool add) {
-    const char* weights = static_cast<const char*>(packed);
-    int64_t r = 0;
-    for (; r + 2 <= m; r += 2) thin_codes_of<2>(weights, k, scales, x.from(r), n0, n1, y + r * ldy, ldy, add);
-    if (r < m) thin_codes_of<1>(weights, k, scales, x.from(r), n0, n1, y + r * ldy, ldy, add);
+// R rows of the panels [panel, end), T of them side by side as long as there are so many.
+template <int R, int T>
+void thin_panels(const char* packed, int64_t k, const float* scales, const SplitRows& x, int64_t panel, int64_t end,
+                 int64_t n0, int64_t n1, float* const* y, bool add_to) {
+    for (; panel + T <= end; panel += T)
+        thin_block<R, T>(packed + panel * k * kKRowBytes, k, scales, x, panel * kPanelOutputs, n0, n1, y, add_to);
+    if constexpr (T > 1) thin_panels<R, T / 2>(packed, k, scales, x, panel, end, n0, n1, y, add_to);
 }
 
-void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale) {
+void thin_codes(const void* packed, int64_t k, const float* scales, const SplitRows& x, int64_t m, int64_t n0,
+                int64_t n1, float* const* y, bool add) {
+    const char* weights = static_cast<const char*>(packed);
+    const int64_t first = n0 / kPanelOutputs, end = layout::panels(n1);
+    int64_t r = 0;
+    const auto rows = [&](auto count) {  // two sums a row and panel
+        constexpr int R = decltype(count)::value, T = RegisterBlocking::panels_of(2 * R);
+        for (; r + R <= m; r += R) thin_panels<R, T>(weights, k, scales, x.from(r), first, end, n0, n1, y + r, add);
+    };
+    if constexpr (2 * 4 <= RegisterBlocking::kMaxRows) rows(std::integral_constant<int, 4>{});
+    rows(std::integral_constant<int, 2>{});
+    rows(std::integral_constant<int, 1>{});
+}
+
+void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scale, SplitSums* sums) {
     const float maximum = largest_of(x, k);
     *scale = maximum / kSplitUnits;
+    *sums = {0, 0};
     const F32x16 inverse = broadcast(kSplitUnits / maximum), wide = broadcast(128.0f),
                  narrow = broadcast(1.0f / 128.0f);
     for (int64_t i = 0; i < k; i += 32) {
@@ -427,8 +432,8 @@ void split_row(const float* x, int64_t k, int8_t* high, int8_t* low, float* scal
             upper[j] = codes_of_floats(multiply(units, narrow));
             lower[j] = codes_of_floats(fnma(to_floats(upper[j]), wide, units));
         }
-        store_codes(high + i, upper[0], upper[1]);
-        store_codes(low + i, lower[0], lower[1]);
+        sums->high += store_codes(high + i, upper[0], upper[1]);
+        sums->low += store_codes(low + i, lower[0], lower[1]);
     }
 }
 

@@ -63,6 +63,7 @@ void Step::run(const StepBatch& batch) {
 
 void Step::make_ready(int n_threads) {
     need_memory(n_threads);
+    sort_adapted(n_threads);
     pieces_.need(n_threads);
     n_runs_++;
     for (TaskList& list : lists_) {
@@ -96,11 +97,20 @@ void Step::place_rows() {
             slots_[row] = pages[position / m_.page_tokens] * m_.page_tokens + position % m_.page_tokens;
         }
     }
+}
+
+// Which rows have which adapters, before and behind the gathering of those that are sampled from.
+void Step::sort_adapted(int n_threads) {
+    const StepBatch& b = *batch_;
     if (b.adapters == nullptr) return;
-    row_adapters_.clear();
-    for (int64_t i = 0; i < b.n_requests; i++) row_adapters_.insert(row_adapters_.end(), b.counts[i], b.adapters[i]);
-    kept_adapters_.clear();
-    for (int64_t i = 0; b.kept != nullptr && i < b.n_kept; i++) kept_adapters_.push_back(row_adapters_[b.kept[i]]);
+    auto &all = adapted_.adapters, &kept = kept_adapted_.adapters;
+    all.clear();
+    for (int64_t i = 0; i < b.n_requests; i++) all.insert(all.end(), b.counts[i], b.adapters[i]);
+    adapted_.sort(chunk_rows(n_rows_, n_threads));
+    if (b.kept == nullptr) return;
+    kept.clear();
+    for (int64_t i = 0; i < b.n_kept; i++) kept.push_back(all[b.kept[i]]);
+    kept_adapted_.sort(chunk_rows(b.n_kept, n_threads));
 }
 
 void Step::need_memory(int n_threads) {
@@ -144,7 +154,7 @@ void Step::barrier() {
 // The whole plan, by one of the threads.
 void Step::work(int thread, int n_threads) {
     Now now{residual_.get(), attention_out_.get(), n_rows_, thread, n_threads};
-    if (batch_->adapters != nullptr) now.adapters = row_adapters_.data();
+    if (batch_->adapters != nullptr) now.adapted = &adapted_;
     now.operation = n_runs_ << 16;  // more than a plan has operations
     const auto needs_all = [](const StepOp& op) {
         return op.kind == OpKind::PagedAttention || op.kind == OpKind::GatherSampledRows ||

@@ -78,6 +78,7 @@ void Step::each_piece(Now& now, const Matrix& w, Work work) {
 
 void Step::multiply(Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
     each_piece(now, w, [&](Range outputs) {
+        fetch_parts(now, outputs);
         product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
         adapt(now, 0, outputs, y + now.first * w.n, w.n);
     });
@@ -89,67 +90,122 @@ size_t Step::reader_of(size_t norm) const { return norm + (ops_[norm + 1].kind =
 namespace {
 
 // Rows in the form that an adapter reads, `stride` bytes from one to the next: floats, or two codes a number
-// (SplitRows), the lower ones `low` bytes behind the higher and the scale as far behind those.
+// (SplitRows), the lower ones `low` bytes behind the higher and the scale as far behind those, with the sums of all
+// codes behind it and then those of each part's.
 struct FormRows {
     const char* data;
     int64_t stride, low;
+
+    SplitRows codes(int64_t first, int64_t sums) const {
+        const auto* at = reinterpret_cast<const int8_t*>(data) + first;
+        const char* const scale = data + 2 * low;
+        return {at, at + low, reinterpret_cast<const float*>(scale),
+                reinterpret_cast<const SplitSums*>(scale + sizeof(float)) + sums, stride};
+    }
 };
 
-void split(const Kernels& kernels, const float* row, int64_t n, char* to, int64_t low) {
+constexpr int64_t kAllSums = 0, kPartSums = 1;  // places of them
+
+// A row of n numbers and the sums of all its codes.
+SplitSums* split(const Kernels& kernels, const float* row, int64_t n, char* to, int64_t low) {
     auto* codes = reinterpret_cast<int8_t*>(to);
-    kernels.split_row(row, n, codes, codes + low, reinterpret_cast<float*>(to + 2 * low));
+    auto* scale = reinterpret_cast<float*>(to + 2 * low);
+    auto* sums = reinterpret_cast<SplitSums*>(scale + 1);
+    kernels.split_row(row, n, codes, codes + low, scale, sums + kAllSums);
+    return sums;
 }
 
-// Outputs [n0, n1) of k numbers of m rows, from `first` on.
-void multiply_thin(const Kernels& kernels, AdapterForm form, const void* packed, int64_t k, const float* scales,
-                   const FormRows& x, int64_t first, int64_t m, int64_t n0, int64_t n1, float* y, int64_t ldy,
-                   bool add) {
-    if (form == AdapterForm::F32)
-        return kernels.thin_f32(static_cast<const float*>(packed), k, reinterpret_cast<const float*>(x.data) + first,
-                                x.stride / 4, m, n0, n1, y, ldy, add);
-    const auto* codes = reinterpret_cast<const int8_t*>(x.data);
-    const SplitRows rows{codes + first, codes + x.low + first, reinterpret_cast<const float*>(x.data + 2 * x.low),
-                         x.stride};
-    kernels.thin_codes(packed, (k + 3) / 4, scales, rows, m, n0, n1, y, ldy, add);
+// What an adapter makes of a row for its parts.
+void split_for_parts(const Kernels& kernels, const AdapterAt& at, const float* row, char* to, int64_t low) {
+    SplitSums* const sums = split(kernels, row, at.n, to, low);
+    const auto* codes = reinterpret_cast<const int8_t*>(to);
+    for (int64_t i = 0; i < at.n_parts; i++) {
+        SplitSums of{0, 0};
+        for (int32_t j = at.parts[i].first; j < at.parts[i].first + at.parts[i].k; j++) {
+            of.high += codes[j];
+            of.low += codes[low + j];
+        }
+        sums[kPartSums + i] = of;
+    }
+}
+
+int64_t thin_panel_bytes(AdapterForm form, int64_t k) {
+    return (form == AdapterForm::F32 ? k : (k + 3) / 4) * layout::kKRowBytes;
+}
+
+void fetch_bytes(const void* from, int64_t first, int64_t end) {
+    for (; first < end; first += layout::kKRowBytes) __builtin_prefetch(static_cast<const char*>(from) + first, 0, 2);
 }
 
 }  // namespace
 
-// What the adapters at `op` make of rows [first, last) of x (., k), to `to`; both point to row 0. A row of `to` is in
-// the adapter's form, zeros behind the last number.
+// What the adapters at `op` make of the rows at places [first, last), x (., k) being the rows and `to` the places. A
+// row of `to` is in the adapter's form, zeros behind the last number.
 void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to) {
     const int64_t width = batch_->adapter_width, low = padded(k);
     ThreadMemory& own = *memory_[now.thread];
-    each_adapter(now, op, first, last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
+    each_adapter(now, op, first, last, [&](const Adapter& adapter, const int32_t* rows, int64_t n, int64_t place) {
         const AdapterAt& at = adapter.at[op];
+        const float* from[kChunkRows];
+        float* made[kChunkRows];
         const bool plain = adapter.form == AdapterForm::F32;
-        FormRows rows{reinterpret_cast<const char*>(x + r * k), 4 * k, low};
-        if (!plain) {
-            char* const made = own.thin_rows.get();
-            rows = {made, kThinRowBytes + 2 * low, low};
-            for (int64_t i = 0; i < n_rows; i++) split(*kernels_, x + (r + i) * k, k, made + i * rows.stride, low);
+        for (int64_t i = 0; i < n; i++) {
+            from[i] = x + rows[i] * k;
+            made[i] = plain ? to + (place + i) * width : own.thin_sums.get() + i * width;
         }
-        float* const sums = plain ? to + r * width : own.thin_sums.get();
-        multiply_thin(*kernels_, adapter.form, at.packed, k, at.scales, rows, 0, n_rows, 0, at.n, sums, width, false);
-        for (int64_t i = 0; !plain && i < n_rows; i++)
-            split(*kernels_, sums + i * width, at.n, reinterpret_cast<char*>(to + (r + i) * width), width);
+        if (plain) return kernels_->thin_f32(static_cast<const float*>(at.packed), k, from, n, 0, at.n, made, false);
+        const FormRows split_rows{own.thin_rows.get(), kThinRowBytes + 2 * low, low};
+        for (int64_t i = 0; i < n; i++) split(*kernels_, from[i], k, own.thin_rows.get() + i * split_rows.stride, low);
+        kernels_->thin_codes(at.packed, (k + 3) / 4, at.scales, split_rows.codes(0, kAllSums), n, 0, at.n, made, false);
+        for (int64_t i = 0; i < n; i++)
+            split_for_parts(*kernels_, at, made[i], reinterpret_cast<char*>(to + (place + i) * width), width);
+    });
+}
+
+// part(adapter, part, which of its parts, rows, how many, place, first output, last) for each part of an adapter that
+// has something to add to these outputs.
+template <class Run>
+void Step::each_part(const Now& now, Range outputs, Run run) {
+    each_adapter(now, now.op, now.first, now.last,
+                 [&](const Adapter& adapter, const int32_t* rows, int64_t n, int64_t place) {
+        const AdapterAt& at = adapter.at[now.op];
+        for (int64_t i = 0; i < at.n_parts; i++) {
+            const int64_t n0 = std::max<int64_t>(0, outputs.first - at.parts[i].begin);
+            const int64_t n1 = std::min(at.parts[i].n, outputs.last - at.parts[i].begin);
+            if (n0 < n1) run(adapter, i, rows, n, place, Range{n0, n1});
+        }
     });
 }
 
 // Adds what adapters have to add to these outputs of all rows; y is row now.first's output 0.
 void Step::adapt(const Now& now, int second, Range outputs, float* y, int64_t ldy) {
     const int64_t width = batch_->adapter_width;
-    each_adapter(now, now.op, now.first, now.last, [&](const Adapter& adapter, int64_t r, int64_t n_rows) {
-        const AdapterAt& at = adapter.at[now.op];
-        for (int64_t i = 0; i < at.n_parts; i++) {
-            const AdapterPart& part = at.parts[i];
-            const int64_t n0 = std::max<int64_t>(0, outputs.first - part.begin);
-            const int64_t n1 = std::min(part.n, outputs.last - part.begin), row = r - now.first;
-            if (part.second != second || n0 >= n1) continue;
-            const FormRows from{reinterpret_cast<const char*>(now.thin + row * width), 4 * width, width};
-            multiply_thin(*kernels_, adapter.form, part.packed, part.k, nullptr, from, part.first, n_rows, n0, n1,
-                          y + row * ldy + part.begin, ldy, true);
+    each_part(now, outputs,
+              [&](const Adapter& adapter, int64_t i, const int32_t* rows, int64_t n, int64_t place, Range of_part) {
+        const AdapterPart& part = adapter.at[now.op].parts[i];
+        if (part.second != second) return;
+        const float* const thin = now.thin + (place - now.first) * width;
+        const float* from[kChunkRows];
+        float* to[kChunkRows];
+        for (int64_t j = 0; j < n; j++) {
+            from[j] = thin + j * width + part.first;
+            to[j] = y + (rows[j] - now.first) * ldy + part.begin;
         }
+        if (adapter.form == AdapterForm::F32)
+            return kernels_->thin_f32(static_cast<const float*>(part.packed), part.k, from, n, of_part.first,
+                                      of_part.last, to, true);
+        const FormRows split_rows{reinterpret_cast<const char*>(thin), 4 * width, width};
+        kernels_->thin_codes(part.packed, (part.k + 3) / 4, nullptr, split_rows.codes(part.first, kPartSums + i), n,
+                             of_part.first, of_part.last, to, true);
+    });
+}
+
+// Before the base's product of these outputs, which takes longer: what adapt() will read.
+void Step::fetch_parts(const Now& now, Range outputs) {
+    each_part(now, outputs, [&](const Adapter& adapter, int64_t i, const int32_t*, int64_t, int64_t, Range of_part) {
+        const AdapterPart& part = adapter.at[now.op].parts[i];
+        const int64_t bytes = thin_panel_bytes(adapter.form, part.k);
+        fetch_bytes(part.packed, of_part.first / layout::kPanelOutputs * bytes, layout::panels(of_part.last) * bytes);
     });
 }
 
@@ -260,6 +316,7 @@ void Step::run(const MlpUp& op, Now& now) {
         for (int64_t n0 = all.first; n0 < all.last; n0 += width) {
             const int64_t n1 = std::min(all.last, n0 + width);
             float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
+            fetch_parts(now, {n0, n1});
             product(op.matrix, now.prepared, n0, n1, inner, F, false);
             if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
             adapt(now, 0, {n0, n1}, inner, F);

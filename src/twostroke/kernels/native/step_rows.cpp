@@ -135,7 +135,7 @@ void Step::gather(Now& now) {
     now.residual = kept_residual_.get();
     now.attention_out = kept_attention_out_.get();
     now.n_rows = n;
-    if (now.adapters != nullptr) now.adapters = kept_adapters_.data();
+    if (now.adapted != nullptr) now.adapted = &kept_adapted_;
     barrier();
 }
 

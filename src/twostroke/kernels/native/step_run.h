@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "kernels.h"
@@ -24,7 +26,7 @@ constexpr int64_t kChunkRows = 256;        // most: every chunk reads a layer's 
 constexpr int64_t kMlpOutputs = 256;       // of a chunk's rows, gate and up by turns
 constexpr int64_t kExpertRows = 1024;      // rows, each with one of its experts, between two barriers
 constexpr int64_t kPartFloats = 64 << 10;  // of an expert's outputs at a time: they stay in the second-level cache
-constexpr int64_t kThinRowBytes = 64;      // of a row for an adapter, beside its numbers
+constexpr int64_t kThinRowBytes = 64;      // of a row for an adapter, beside its numbers: a scale and sums
 constexpr int64_t kPiecesEach = 8, kPieceOutputs = 64;  // a thread's part of a matrix, in pieces that others may take
 constexpr int64_t kLeastPartBytes = 128 << 10;          // of a part of fewer, taking pieces costs more than it saves
 constexpr int64_t kPrefetchBytes = 64 << 10;            // of the next matrix, before a thread waits for the others
@@ -54,6 +56,24 @@ struct ThreadMemory {
     Routing routing;  // of so few rows that every thread routes them for itself
 };
 
+// The rows of a step with adapters. Rows stay where they are, because attention reads the cache in the order in which
+// requests got their pages; what belongs to adapters goes over them in an `order` in which rows of one adapter lie
+// together, so that its numbers are read once. A chunk of rows is one of places too.
+struct AdaptedRows {
+    std::vector<const Adapter*> adapters;  // of each row
+    std::vector<int32_t> order;
+
+    // For chunks of so many rows; 0: not cut.
+    void sort(int64_t chunk) {
+        const auto n = static_cast<int64_t>(adapters.size()), each = chunk > 0 ? chunk : n;
+        order.resize(adapters.size());
+        std::iota(order.begin(), order.end(), 0);
+        for (int64_t first = 0; first < n; first += each)
+            std::stable_sort(order.begin() + first, order.begin() + std::min(n, first + each),
+                             [&](int32_t a, int32_t b) { return std::less<>()(adapters[a], adapters[b]); });
+    }
+};
+
 class Step {
 public:
     explicit Step(const StepModel&);
@@ -71,8 +91,8 @@ private:
         bool shared = true;
         int64_t first = 0, last = 0;
         Rows prepared{};
-        const Adapter* const* adapters = nullptr;  // of each row; null: the step has none
-        const float* thin = nullptr;               // what the adapters made of rows, from row `first` on
+        const AdaptedRows* adapted = nullptr;  // null: the step has no adapters
+        const float* thin = nullptr;           // what the adapters made of rows, in their order, from place `first` on
         int64_t n_claims = 0;
         uint64_t operation = 0;  // that was last shared out in pieces
     };
@@ -82,6 +102,7 @@ private:
 
     void make_ready(int n_threads);
     void place_rows();
+    void sort_adapted(int n_threads);
     void need_memory(int n_threads);
     TaskList* list_of(int64_t window);
     void barrier();
@@ -141,6 +162,9 @@ private:
     void each_adapter(const Now&, size_t op, int64_t first, int64_t last, Run);
     void make_thin(const Now&, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to);
     void adapt(const Now&, int second, Range outputs, float* y, int64_t ldy);
+    template <class Run>
+    void each_part(const Now&, Range outputs, Run);
+    void fetch_parts(const Now&, Range outputs);
     void fetch_next(const Now&);
     void finish(const Now&, bool fetch);
 
@@ -167,7 +191,7 @@ private:
     std::unique_ptr<std::atomic<int64_t>[]> counters_;  // who took which chunk or task, one for each place in the plan
     Pieces pieces_;
     uint64_t n_runs_ = 0;
-    std::vector<const Adapter*> row_adapters_, kept_adapters_;
+    AdaptedRows adapted_, kept_adapted_;
     Array<int64_t> positions_, slots_, first_rows_;
     Array<float> residual_, qkv_, attention_out_, kept_residual_, kept_attention_out_, rope_, normed_, mlp_inner_, up_,
         partials_, thin_;
@@ -180,15 +204,16 @@ private:
     std::vector<std::unique_ptr<ThreadMemory>> memory_;
 };
 
-// run(adapter, row, rows) for each run of rows within [first, last) that have the same adapter and something to add at
-// `op`.
+// run(adapter, rows, n, place) for each run of places [first, last) whose rows have the same adapter and something to
+// add at `op`: n rows, the first of which has `place`.
 template <class Run>
 void Step::each_adapter(const Now& now, size_t op, int64_t first, int64_t last, Run run) {
-    if (now.adapters == nullptr) return;
-    for (int64_t r = first, end; r < last; r = end) {
-        const Adapter* adapter = now.adapters[r];
-        for (end = r + 1; end < last && now.adapters[end] == adapter;) end++;
-        if (adapter != nullptr && adapter->at[op].n > 0) run(*adapter, r, end - r);
+    if (now.adapted == nullptr) return;
+    const auto& [adapters, order] = *now.adapted;
+    for (int64_t at = first, end; at < last; at = end) {
+        const Adapter* adapter = adapters[order[at]];
+        for (end = at + 1; end < last && adapters[order[end]] == adapter;) end++;
+        if (adapter != nullptr && adapter->at[op].n > 0) run(*adapter, &order[at], end - at, at);
     }
 }
 
@@ -200,12 +225,15 @@ Rows Step::prepare(Now& now, size_t reader, Format format, float* shared_to, flo
     const int64_t n = now.last - now.first;
     if (now.shared && n > kPrivateRows) {
         const Range rows = own(now, 1);
-        for (int64_t r = rows.first; r < rows.last; r++) fill(r, shared_to + r * k);
-        const Rows made = rows_.make(format, shared_to, n, k, rows.first, rows.last);
+        for (int64_t i = rows.first; i < rows.last; i++) {
+            const int64_t r = now.adapted == nullptr ? i : now.adapted->order[i];
+            fill(r, shared_to + r * k);
+            rows_.make(format, shared_to, n, k, r, r + 1);
+        }
         make_thin(now, reader, shared_to, k, rows.first, rows.last, thin_.get());
         now.thin = thin_.get();
         barrier();
-        return made;
+        return rows_.make(format, shared_to, n, k, n, n);
     }
     PreparedRows& made = memory_[now.thread]->rows;
     for (int64_t r = 0; r < n; r++) {  // each while it is in the first-level cache

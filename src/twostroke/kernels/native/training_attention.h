@@ -6,6 +6,9 @@
 // ([rows of them][tokens][width/2] fp32; one row serves all where rope_rows is 1), queries and keys are rotated by
 // halves as they are read, and gradients are rotated back.
 //
+// With `cap` scores are bounded to cap·tanh(score/cap). With `sinks` each head has one more score, as it is, without a
+// value: it takes a share of the softmax and gives nothing. Both cost the plain case one comparison a block.
+//
 // Products are bf16 with fp32 sums, everything between them fp32. Work is shared by key heads, each by one thread from
 // beginning to end, so results depend neither on the number of threads nor on what else runs.
 #pragma once
@@ -20,9 +23,12 @@ struct TrainingAttention {
     const int32_t* first;    // [n_rows][n_tokens]
     const float *cos, *sin;  // null: no rotation
     int64_t rope_rows;       // 1 or n_rows
+    float cap;               // 0: scores are not bounded
+    const float* sinks;      // [n_heads]; null: none
 };
 
 // What a target's table has for it.
 //   train_attention            out [b][t][heads][width] bf16; log_sums [b][heads][t], of base 2, which backward needs.
-//   train_attention_backward   qkv_gradient in the layout of qkv, all of it written.
+//   train_attention_backward   qkv_gradient in the layout of qkv, all of it written; with sinks their gradients by row,
+//                              sink_gradient [b][heads], else null.
 }  // namespace ts

@@ -22,6 +22,9 @@ struct Part {
     int64_t blocks() const { return (shape.n_tokens + kBlock - 1) / kBlock; }
     int64_t heads_of_all() const { return shape.n_heads + 2 * shape.n_kv_heads; }
     int64_t group() const { return shape.n_heads / shape.n_kv_heads; }
+    // What products of queries and keys, or where scores are bounded their tanh, become powers of two by.
+    float to_log2() const { return (shape.cap > 0 ? shape.cap : shape.scale) * kLog2e; }
+    float sink_log2(int64_t head) const { return shape.sinks[head] * kLog2e; }
     int64_t offset(int64_t head, int64_t token) const {
         return ((row * shape.n_tokens + token) * heads_of_all() + head) * shape.width;
     }
@@ -117,8 +120,10 @@ struct Forward {
         for (int64_t s = begin; s <= q; ++s)
             product((const uint32_t*)rows, width / 2, keys + s * kPairs * width, kBlock, width / 2, kBlock,
                     scores + s * kBlock * kBlock, false);
+        if (shape.cap > 0)
+            tanh_of(scores + begin * kBlock * kBlock, (q + 1 - begin) * kBlock * kBlock, shape.scale / shape.cap);
         float inverse[kBlock];
-        const __m512 to_log2 = _mm512_set1_ps(shape.scale * kLog2e);
+        const __m512 to_log2 = _mm512_set1_ps(part.to_log2());
         for (int64_t i = 0; i < kBlock; ++i) {
             const int64_t token = q * kBlock + i;
             if (token >= shape.n_tokens) {
@@ -135,7 +140,8 @@ struct Forward {
                             : _mm512_mask_max_ps(running_max, part.seen(token, s * kBlock + j), running_max, x);
                 }
             }
-            const float largest = _mm512_reduce_max_ps(running_max) * shape.scale * kLog2e;
+            float largest = _mm512_reduce_max_ps(running_max) * part.to_log2();
+            if (shape.sinks) largest = std::max(largest, part.sink_log2(head));
             const __m512 offset = _mm512_set1_ps(largest);
             __m512 total = _mm512_setzero_ps();
             for (int64_t s = begin; s <= q; ++s) {
@@ -148,7 +154,8 @@ struct Forward {
                     _mm256_store_si256((__m256i*)(weights + (s * kBlock + i) * kBlock + j), narrow(p));
                 }
             }
-            const float sum = _mm512_reduce_add_ps(total);
+            float sum = _mm512_reduce_add_ps(total);
+            if (shape.sinks) sum += std::exp2(part.sink_log2(head) - largest);
             inverse[i] = 1.0f / sum;
             log_sums[(part.row * shape.n_heads + head) * shape.n_tokens + token] = largest + std::log2(sum);
         }
@@ -184,7 +191,7 @@ struct Backward {
     explicit Backward(const TrainingAttention& s) : shape(s) {}
 
     void run(const Part& part, const uint16_t* out, const float* log_sums, const uint16_t* out_gradient,
-             uint16_t* qkv_gradient) {
+             uint16_t* qkv_gradient, float* sink_gradient) {
         for (int64_t s = 0; s < blocks; ++s) {
             part.read(part.key_head(), s, true, rows);
             transpose((const uint32_t*)rows, kBlock, width / 2, keys + s * of_block);
@@ -194,9 +201,13 @@ struct Backward {
         }
         std::memset(key_gradient, 0, size_t(blocks * kBlock * width) * 4);
         std::memset(value_gradient, 0, size_t(blocks * kBlock * width) * 4);
-        for (int64_t g = 0; g < part.group(); ++g)
+        for (int64_t g = 0; g < part.group(); ++g) {
+            const int64_t head = part.kv_head * part.group() + g;
+            float of_sink = 0.0f;
             for (int64_t q = 0; q < blocks; ++q)
-                queries(part, part.kv_head * part.group() + g, q, out, log_sums, out_gradient, qkv_gradient);
+                of_sink += queries(part, head, q, out, log_sums, out_gradient, qkv_gradient);
+            if (shape.sinks) sink_gradient[part.row * shape.n_heads + head] = of_sink;
+        }
         for (int64_t s = 0; s < blocks; ++s) {
             write(part, part.key_head(), s, key_gradient + s * kBlock * width, shape.scale, shape.cos, qkv_gradient);
             write(part, part.value_head(), s, value_gradient + s * kBlock * width, 1.0f, nullptr, qkv_gradient);
@@ -214,8 +225,10 @@ struct Backward {
         }
     }
 
-    void queries(const Part& part, int64_t head, int64_t q, const uint16_t* out, const float* log_sums,
-                 const uint16_t* out_gradient, uint16_t* qkv_gradient) {
+    // Gradients of a block of queries, and what it adds to those of keys and values. Returns its share of the sink's
+    // gradient: −Σ p·mean, since the sink has no value and ∂P is 0 there.
+    float queries(const Part& part, int64_t head, int64_t q, const uint16_t* out, const float* log_sums,
+                  const uint16_t* out_gradient, uint16_t* qkv_gradient) {
         part.read(head, q, true, rows);
         part.read_output(out_gradient, head, q, gradient);
         part.read_output(out, head, q, output);
@@ -238,7 +251,10 @@ struct Backward {
             product((const uint32_t*)rows, width / 2, keys + s * of_block, kBlock, width / 2, kBlock, scores, false);
             product((const uint32_t*)gradient, width / 2, values + s * of_block, kBlock, width / 2, kBlock, changes,
                     false);
-            softmax_backward(part, q, s, mean, log_sum);
+            if (shape.cap > 0) {
+                tanh_of(scores, kBlock * kBlock, shape.scale / shape.cap);
+                softmax_backward<true>(part, q, s, mean, log_sum);
+            } else softmax_backward<false>(part, q, s, mean, log_sum);
             product(gradient_left, kPairs, weight_pairs, kBlock, kPairs, width, value_gradient + s * kBlock * width,
                     true);
             product(queries_left, kPairs, change_pairs, kBlock, kPairs, width, key_gradient + s * kBlock * width, true);
@@ -250,24 +266,32 @@ struct Backward {
             rope_back(query_gradient + i * width, shape.scale, part.angle(shape.cos, token),
                       part.angle(shape.sin, token), width, qkv_gradient + part.offset(head, token));
         }
+        float of_sink = 0.0f;
+        if (shape.sinks)
+            for (int64_t i = 0; i < part.tokens_of(q); ++i)
+                of_sink -= std::exp2(part.sink_log2(head) - log_sum[i]) * mean[i];
+        return of_sink;
     }
 
-    // Scores and ∂P of a block as P and ∂S = P · (∂P − mean), two rows at a time.
+    // Scores and ∂P of a block as P and ∂S = P · (∂P − mean), two rows at a time. Of bounded scores their tanh is
+    // given, and ∂S is multiplied with what it changes by: 1 − tanh².
+    template <bool Bounded>
     void softmax_backward(const Part& part, int64_t q, int64_t s, const float* mean, const float* log_sum) {
         const bool all = part.all_seen(q, s);
-        const __m512 to_log2 = _mm512_set1_ps(shape.scale * kLog2e);
+        const __m512 to_log2 = _mm512_set1_ps(part.to_log2());
         for (int64_t i = 0; i < kBlock; i += 2)
             for (int64_t j = 0; j < kBlock; j += kLanes) {
                 __m256i weight[2], change[2];
                 for (int64_t k = 0; k < 2; ++k) {
                     const int64_t at = (i + k) * kBlock + j, token = q * kBlock + i + k;
-                    __m512 p =
-                        exp2_ps(_mm512_fmsub_ps(_mm512_load_ps(scores + at), to_log2, _mm512_set1_ps(log_sum[i + k])));
+                    const __m512 score = _mm512_load_ps(scores + at);
+                    __m512 p = exp2_ps(_mm512_fmsub_ps(score, to_log2, _mm512_set1_ps(log_sum[i + k])));
                     if (!all)
                         p = _mm512_maskz_mov_ps(
                             token < shape.n_tokens ? part.seen(token, s * kBlock + j) : __mmask16(0), p);
-                    const __m512 d =
+                    __m512 d =
                         _mm512_mul_ps(p, _mm512_sub_ps(_mm512_load_ps(changes + at), _mm512_set1_ps(mean[i + k])));
+                    if constexpr (Bounded) d = _mm512_fnmadd_ps(_mm512_mul_ps(score, score), d, d);
                     weight[k] = narrow(p);
                     change[k] = narrow(d);
                     _mm256_store_si256((__m256i*)(change_rows + at), change[k]);
@@ -294,9 +318,10 @@ void attend(const TrainingAttention& shape, uint16_t* out, float* log_sums) {
 }
 
 void attend_backward(const TrainingAttention& shape, const uint16_t* out, const float* log_sums,
-                     const uint16_t* out_gradient, uint16_t* qkv_gradient) {
-    over_parts<Backward>(
-        shape, [&](Backward& work, const Part& part) { work.run(part, out, log_sums, out_gradient, qkv_gradient); });
+                     const uint16_t* out_gradient, uint16_t* qkv_gradient, float* sink_gradient) {
+    over_parts<Backward>(shape, [&](Backward& work, const Part& part) {
+        work.run(part, out, log_sums, out_gradient, qkv_gradient, sink_gradient);
+    });
 }
 
 }  // namespace

@@ -77,6 +77,29 @@ inline __m512 exp2_ps(__m512 x) {
     return _mm512_scalef_ps(p, whole);
 }
 
+// tanh(x) by x·P(x²)/Q(x²) of degrees 13 and 6, which is ±1 in fp32 beyond the limit (Eigen's generic_fast_tanh_float):
+// relative error below 10⁻⁶, so also of small scores, which a difference of exponentials would round away.
+inline __m512 tanh_ps(__m512 x) {
+    const __m512 limit = _mm512_set1_ps(7.90531110763549805f);
+    x = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
+    const __m512 square = _mm512_mul_ps(x, x);
+    __m512 above = _mm512_set1_ps(-2.76076847742355e-16f);
+    for (float c : {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f, 1.48572235717979e-05f,
+                    6.37261928875436e-04f, 4.89352455891786e-03f})
+        above = _mm512_fmadd_ps(above, square, _mm512_set1_ps(c));
+    __m512 below = _mm512_set1_ps(1.19825839466702e-06f);
+    for (float c : {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f})
+        below = _mm512_fmadd_ps(below, square, _mm512_set1_ps(c));
+    return _mm512_div_ps(_mm512_mul_ps(x, above), below);
+}
+
+// n scores, a multiple of 16, as tanh(score·factor).
+inline void tanh_of(float* scores, int64_t n, float factor) {
+    const __m512 by = _mm512_set1_ps(factor);
+    for (int64_t i = 0; i < n; i += kLanes)
+        _mm512_store_ps(scores + i, tanh_ps(_mm512_mul_ps(_mm512_load_ps(scores + i), by)));
+}
+
 // 16 × 16 words, rows `from_stride` apart, transposed to rows `to_stride` apart.
 inline void transpose16(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
     __m512i r[16], t[16];

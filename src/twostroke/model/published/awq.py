@@ -42,6 +42,10 @@ class Awq(Storage):
         by = "one scale an output" if self.group == -1 else f"groups of {self.group}"
         return f"4 bits, {by} with zero points"
 
+    @property
+    def timed_as(self) -> str:
+        return "AWQ"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         count = n_groups(self.group, k)
         return (

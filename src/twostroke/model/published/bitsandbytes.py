@@ -38,6 +38,10 @@ class FourBits(Storage):
     def _state(self) -> str:
         return f".weight.quant_state.bitsandbytes__{self.kind}"
 
+    @property
+    def timed_as(self) -> str:
+        return f"bitsandbytes, {self.kind}"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         half = -(-n * k // 2)
         found = (
@@ -100,6 +104,10 @@ class Int8(Storage):
     @property
     def label(self) -> str:
         return "int8, one scale an output"
+
+    @property
+    def timed_as(self) -> str:
+        return "int8"
 
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         return (

@@ -61,6 +61,10 @@ class PackedIntegers(Storage):
         order = ", inputs grouped by importance" if self.scattered else ""
         return f"{self.bits} bits packed, {by}{'' if self.symmetric else ' with zero points'}{order}"
 
+    @property
+    def timed_as(self) -> str:
+        return f"packed {self.bits} bits"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         per_word, count = 32 // self.bits, n_groups(self.group, k)
         zeros = () if self.symmetric else (Stored(ZERO, ((-(-n // per_word), count),), ("I32",)),)

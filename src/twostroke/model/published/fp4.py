@@ -52,6 +52,10 @@ class Mxfp4(Storage):
     def label(self) -> str:
         return f"E2M1, groups of {MX_GROUP} with an exponent of 8 bits"
 
+    @property
+    def timed_as(self) -> str:
+        return "MXFP4"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         count = -(-k // MX_GROUP)
         names, shape = self._names, (n, count, MX_GROUP // 2) if self.blocks else (n, count * MX_GROUP // 2)
@@ -79,6 +83,10 @@ class Nvfp4(Storage):
     @property
     def label(self) -> str:
         return f"E2M1, groups of {NV_GROUP} with a scale in E4M3, and one of the tensor"
+
+    @property
+    def timed_as(self) -> str:
+        return "NVFP4"
 
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         count = -(-k // NV_GROUP)

@@ -34,6 +34,10 @@ class GgufRows(Storage):
     def label(self) -> str:
         return f"GGUF's {self.kind}"
 
+    @property
+    def timed_as(self) -> str:
+        return f"rows of {self.kind}"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         block = BLOCKS[self.kind]
         return (Stored(ROWS, ((n, -(-k // block.n_values) * block.n_bytes),), ("U8",)),)

@@ -54,6 +54,10 @@ class Gptq(Storage):
         order = ", inputs grouped by importance" if self.scattered else ""
         return f"{self.bits} bits, {by}{'' if self.symmetric else ' with zero points'}{order}"
 
+    @property
+    def timed_as(self) -> str:
+        return "GPTQ"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         per_word, count = 32 // self.bits, n_groups(self.group, k)
         return (

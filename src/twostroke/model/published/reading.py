@@ -73,12 +73,14 @@ class QuantisedWeights:
         if name not in self._matrices:
             return self.files.get(stored_name(self.spec, name, self.files.infos))
         storage, matrix = self._matrices[name]
-        values = _values(storage.read(matrix))
-        if not bool(values.isfinite().all()):
-            raise matrix.error("weights must be finite")
+        values = finite_values(storage, matrix)
         if matrix.copies > 1:
             values = values.unflatten(0, (matrix.copies, -1))
         return values.mT if matrix.transposed else values
+
+    def stored_as(self, name: str) -> Storage | None:
+        """How the tensor that a plain checkpoint stores as ``name`` is stored; None: as plain numbers."""
+        return self._matrices[name][0] if name in self._matrices else None
 
     def codes(self, canonical: str) -> Codes:
         """The codes of a block's matrix that ``holding`` keeps in codes."""
@@ -158,5 +160,10 @@ def _of_copies(stored: Stored, copies: int) -> tuple[tuple[int, ...], ...]:
     return tuple((copies, *shape) for shape in stored.shapes)
 
 
-def _values(found: Codes | Tensor) -> Tensor:
-    return found.values() if isinstance(found, Codes) else found
+def finite_values(storage: Storage, matrix: StoredMatrix) -> Tensor:
+    """The numbers (n, k) in fp32 that ``matrix`` stands for. Raises CorruptFileError where one is not finite."""
+    found = storage.read(matrix)
+    values = found.values() if isinstance(found, Codes) else found
+    if not bool(values.isfinite().all()):
+        raise matrix.error("weights must be finite")
+    return values

@@ -37,6 +37,10 @@ class Scaled(Storage):
         name = "E4M3" if self.element == "fp8" else self.element
         return f"{name}, {_IN_WORDS.get(self.by, blocks)}{' with zero points' if self.zero_points else ''}"
 
+    @property
+    def timed_as(self) -> str:
+        return f"{self.element}{' in blocks' if self.by == 'block' else ''}"
+
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         shapes: tuple[tuple[int, ...], ...]
         if self.by == "tensor":

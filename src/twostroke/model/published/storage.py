@@ -6,7 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.schemes import GROUPS
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.kernels.codes import Codes
-    from twostroke.model.safetensors_file import WeightFiles
 
 FLOATS = ("F32", "BF16", "F16")
 """safetensors' tags of plain numbers."""
@@ -48,6 +48,11 @@ class Storage(ABC):
     def label(self) -> str:
         """What it is, in words."""
 
+    @property
+    @abstractmethod
+    def timed_as(self) -> str:
+        """What calibration calls the decoding of it. Sizes of groups, which change its time little, are not in it."""
+
     @abstractmethod
     def tensors(self, n: int, k: int) -> tuple[Stored, ...]:
         """Every tensor of a matrix; those of several that are stored together have one more dimension in front."""
@@ -65,12 +70,20 @@ StorageOf = Callable[[str], Storage | None]
 """How a linear layer, by its name on disk, is stored; None: as plain numbers. Raises ConfigError."""
 
 
+class Tensors(Protocol):
+    """Tensors by name, of files in ``directory``."""
+
+    directory: Path
+
+    def get(self, name: str) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class StoredMatrix:
     """The tensors of the matrix ``module`` of ``n`` outputs and ``k`` inputs, by suffix. ``names`` are those that the
     checkpoint has. ``copies``: the outputs of so many matrices, which tensors hold apart along their first dimension."""
 
-    files: WeightFiles
+    files: Tensors
     module: str
     n: int
     k: int

@@ -64,7 +64,7 @@ def smallest_change(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
 
 def _changes(shape: TrainingShape, layout: Layout) -> Iterator[tuple[str, TrainingShape, Layout]]:
     lean, words = shape, []  # with every change that asks nothing but time, and its options
-    if shape.logits == "whole":
+    if shape.logits != "chunked":
         lean, words = replace(shape, logits="chunked"), ["--logits chunked"]
         yield words[0], lean, layout
     for policy in CHECKPOINTING[CHECKPOINTING.index(shape.checkpointing) + 1 :]:
@@ -100,4 +100,4 @@ def _changes(shape: TrainingShape, layout: Layout) -> Iterator[tuple[str, Traini
         kept = [word for word in words if not word.startswith("--batch-size")]
         if (spread.batch_size, passes) != (shape.batch_size, shape.grad_accumulation):
             kept.append(f"--batch-size {spread.batch_size} --grad-accumulation {passes}")
-        yield " ".join([*kept, f"--data-parallel {data} --zero 3"]), spread, replace(layout, data=data, zero=3)
+        yield " ".join([*kept, f"--data-parallel {data} --zero 3"]), spread, replace(layout, data=data, zero=3, copies=1)

@@ -18,25 +18,19 @@ from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.shape import TrainingShape
 
+INTERLEAVES = (1, 2, 4, 8)
+"""Chunks of layers a stage that are tried: with v of them a pipeline waits a v-th as long, and eight leave little of it."""
+
 Check = Callable[[TrainRecipe, ModelSpec, ParallelRecipe], None]
 """Raises ConfigError for a layout that cannot cut what a recipe trains."""
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout, and what ``sharing`` ranks that share one CPU, or ranks with a device each (1), need by it."""
+    """A layout, and what its ranks need."""
 
     parallel: ParallelRecipe
     plan: TrainingPlan
-    sharing: int
-
-    @property
-    def step_time_s(self) -> float:
-        return self.plan.shared_step_s(self.sharing)
-
-    @property
-    def fits(self) -> bool:
-        return self.sharing * self.plan.peak_memory_bytes <= self.plan.hardware.memory_bytes
 
     @property
     def keeps_bits(self) -> bool:
@@ -46,14 +40,16 @@ class PlannedLayout:
     @property
     def words(self) -> str:
         """ "data=2, shard=4, zero=3": what one would write into ``[parallel]``."""
-        cuts = [f"{name}={n}" for name in ("data", *CUTS) if (n := getattr(self.parallel, name)) > 1]
-        return ", ".join([*cuts, f"zero={self.parallel.zero}"] if self.parallel.shard > 1 else cuts) or "data=1"
+        parallel = self.parallel
+        words = [f"{name}={n}" for name in ("data", *CUTS) if (n := getattr(parallel, name)) > 1]
+        words += [f"zero={parallel.zero}"] * (parallel.shard > 1)
+        words += [f"interleave={parallel.interleave}"] * (parallel.interleave > 1)
+        return ", ".join(words) or "data=1"
 
     @property
     def costs(self) -> str:
-        room = self.plan.hardware.memory_bytes / self.sharing
-        held = f"{format_bytes(self.plan.peak_memory_bytes)} of {format_bytes(room)} a rank"
-        return f"{format_seconds(self.step_time_s)} a step, {held}"
+        held = f"{format_bytes(self.plan.peak_memory_bytes)} of {format_bytes(self.plan.room_bytes)} a rank"
+        return f"{format_seconds(self.plan.step_time_s)} a step, {held}"
 
 
 def choose_layout(
@@ -61,7 +57,8 @@ def choose_layout(
 ) -> tuple[ParallelRecipe, str]:
     """The fastest layout of ``recipe`` on ``n_ranks`` ranks of ``hardware`` that fits, and a sentence on it.
 
-    With ``exact`` a layout that keeps the bits of one rank comes first, whatever it costs. Raises ConfigError if none fits.
+    ``sharing`` ranks have one device. With ``exact`` a layout that keeps the bits of one rank comes first, whatever it costs.
+    Raises ConfigError if none fits.
     """
     planned = list(_planned(recipe, spec, n_ranks, hardware, check, sharing))
     if not planned:
@@ -69,7 +66,7 @@ def choose_layout(
             f'parallel.layout="auto" found no layout that divides the model, train.grad_accumulation='
             f"{recipe.train.grad_accumulation} and {n_ranks} ranks. Start another number of ranks."
         )
-    fitting = [one for one in planned if one.fits]
+    fitting = [one for one in planned if one.plan.fits]
     if not fitting:
         least = min(planned, key=lambda one: one.plan.peak_memory_bytes)
         raise ConfigError(
@@ -77,14 +74,16 @@ def choose_layout(
             f"{least.costs}. Start more ranks, or lower train.batch_size and raise train.grad_accumulation."
         )
     exact = recipe.parallel is None or recipe.parallel.exact
-    fitting.sort(key=lambda one: (exact and not one.keeps_bits, one.step_time_s, _n_cuts(one.parallel)))
-    chosen, others = fitting[0], sorted(fitting[1:], key=lambda one: one.step_time_s)
-    faster = next((one for one in others if exact and one.step_time_s < chosen.step_time_s), None)
+    fitting.sort(
+        key=lambda one: (exact and not one.keeps_bits, one.plan.step_time_s, _n_cuts(one.parallel), one.parallel.interleave)
+    )
+    chosen, others = fitting[0], sorted(fitting[1:], key=lambda one: one.plan.step_time_s)
+    faster = next((one for one in others if exact and one.plan.step_time_s < chosen.plan.step_time_s), None)
     sentence = f"layout of {n_ranks} ranks, as planned the fastest of {len(planned)}: {chosen.words} ({chosen.costs})"
     if faster is not None:
-        sentence += f"; with exact=false it would be {faster.words} ({format_seconds(faster.step_time_s)})"
+        sentence += f"; with exact=false it would be {faster.words} ({format_seconds(faster.plan.step_time_s)})"
     elif others:
-        sentence += f"; next is {others[0].words} ({format_seconds(others[0].step_time_s)})"
+        sentence += f"; next is {others[0].words} ({format_seconds(others[0].plan.step_time_s)})"
     return chosen.parallel, f"{sentence}."
 
 
@@ -101,22 +100,23 @@ def _planned(
             laid_out = replace(recipe, parallel=parallel.on(n_ranks, recipe.train.grad_accumulation))
             check(laid_out, spec, parallel)
             shape = TrainingShape.from_recipe(laid_out, steps=0)
-            plan = plan_training(spec, shape, hardware, layout_of(laid_out.parallel))
+            plan = plan_training(spec, shape, hardware, layout_of(laid_out.parallel, spec, sharing))
         except ConfigError:
             continue
-        yield PlannedLayout(parallel, plan, sharing)
+        yield PlannedLayout(parallel, plan)
 
 
 def every_layout(asked: ParallelRecipe, n_ranks: int) -> Iterator[ParallelRecipe]:
-    """``asked`` with every way to cut a replica of ``n_ranks`` ranks or fewer that ``ParallelRecipe`` takes. Replicas of shards
-    are left out: they are planned as one group of all ranks, and hold more than that says."""
+    """``asked`` with every way to cut a replica of ``n_ranks`` ranks or fewer that ``ParallelRecipe`` takes, stages in
+    ``INTERLEAVES`` chunks each."""
     divisors = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
     for counts in itertools.product(divisors, repeat=len(CUTS)):
         of_a_replica, cuts = math.prod(counts), dict[str, Any](zip(CUTS, counts, strict=True))
-        if n_ranks % of_a_replica or (cuts["shard"] > 1 and of_a_replica < n_ranks):
+        if n_ranks % of_a_replica:
             continue
-        for zero in (2, 3) if cuts["shard"] > 1 else (3,):
+        zeros = (2, 3) if cuts["shard"] > 1 else (3,)
+        for zero, interleave in itertools.product(zeros, INTERLEAVES if cuts["pipeline"] > 1 else (1,)):
             try:
-                yield replace(asked, layout="explicit", data=n_ranks // of_a_replica, zero=zero, **cuts)
+                yield replace(asked, layout="explicit", data=n_ranks // of_a_replica, zero=zero, interleave=interleave, **cuts)
             except ConfigError:
                 continue

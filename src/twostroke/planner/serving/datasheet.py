@@ -119,7 +119,7 @@ class Datasheet(Strategy):
         rates = self.rates
         network = once.network_s(rates) / 2
         norms, attention, mlp = (count * rates.operator_s for count in once.operators)
-        launches = {"attention": attention + network, "mlp": mlp + network, "head": once.around_s(rates)}
+        launches = {"attention": attention + network, "mlp": mlp + network, "head": once.host_s(rates)}
         moved = once.moved_s(rates)
         works = [Work("norms", 0.0, 0.0, 0.0, moved, norms, moved + norms)]
         works += [self._work_of(part, once, launches.pop(part.component, 0.0)) for part in once.products]
@@ -141,7 +141,7 @@ class Datasheet(Strategy):
         limits = {
             "memory": memory + once.cache.memory_s / rates.cache_bandwidth_share + once.moved_s(rates),
             "arithmetic": arithmetic + once.cache.arithmetic_s / rates.attention_share,
-            "launch": once.starts_s(rates) + once.around_s(rates),
+            "launch": once.starts_s(rates) + once.host_s(rates),
         }
         return max(limits, key=lambda name: limits[name])
 

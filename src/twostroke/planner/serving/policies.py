@@ -11,11 +11,11 @@ from twostroke.core.checks import check_amount, check_whole
 from twostroke.core.errors import ConfigError, did_you_mean
 from twostroke.core.policy import MAX_RUNNING, TOKEN_BUDGET
 from twostroke.scheduling.request import Request
-from twostroke.scheduling.scheduler import ScheduledStep, Scheduler
-from twostroke.scheduling.step import Propose
+from twostroke.scheduling.steady import SteadyScheduler
+from twostroke.scheduling.step import Propose, ScheduledStep
 
 
-class InOrder(Scheduler):
+class InOrder(SteadyScheduler):
     """Requests are admitted in the order in which they came."""
 
     look_ahead = 0
@@ -42,7 +42,8 @@ class PromptsApart(InOrder):
 class ReservingScheduler(InOrder):
     """A request is admitted when its longest answer fits, and is never preempted."""
 
-    def _tokens_to_hold(self, request: Request) -> int:
+    @staticmethod
+    def _tokens_to_hold(request: Request) -> int:
         return request.limit - 1  # the last token is never fed back
 
 
@@ -91,7 +92,7 @@ class Policy:
     """An engine's defaults. ``token_budget``: most tokens of a step; ``max_running``: most requests that run at once."""
 
     name: str
-    scheduler: type[Scheduler]
+    scheduler: type[SteadyScheduler]
     token_budget: int
     max_running: int
     source: str
@@ -101,7 +102,7 @@ class Policy:
 POLICIES = {
     row.name: row
     for row in (
-        Policy("twostroke", Scheduler, TOKEN_BUDGET, MAX_RUNNING, "core.policy"),
+        Policy("twostroke", SteadyScheduler, TOKEN_BUDGET, MAX_RUNNING, "core.policy"),
         Policy(
             "vllm", InOrder, 8192, 1024,
             "docs.vllm.ai/en/v0.17.1/configuration/optimization: chunked prefill, decodes first; vllm/engine/arg_utils.py: "

@@ -25,7 +25,7 @@ from twostroke.scheduling.pace import Pace
 from twostroke.scheduling.pages import PagePool
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
-from twostroke.scheduling.scheduler import SchedulerConfig
+from twostroke.scheduling.step import SchedulerConfig
 
 TOKEN = 0
 """Stands for every token of a prompt: which one it is changes no time, and what is shared is known by its name."""
@@ -192,6 +192,7 @@ class _Run:
         self.served: dict[str, _Served] = {}  # unfinished requests in the scheduler
         self.n_groups = 0  # unfinished prompts in the scheduler
         self.pending: dict[str, tuple[Request, int]] = {}  # prompts under way, with their tokens so far
+        self.outside: set[str] = set()  # requests of which nothing is computed: new ones, and those that were preempted
         # tokens
         self.n_decoding = 0  # reported requests that have a token and are not done
         self.fresh: Counter[float] = Counter()  # those of them that have had none since: how many, by the time of that token
@@ -279,6 +280,7 @@ class _Run:
                 request.page_keys = _page_keys(arrival, first, known, workload.block_tokens, config.page_tokens)
             self.scheduler.add(request)
             self.n_added += 1
+            self.outside.add(request.id)
             self.served[request.id] = _Served(group, TOKEN if talks else self.n_added, index)
             original = original or request
         self.n_groups += 1
@@ -301,7 +303,7 @@ class _Run:
                 self._wait(next_s - self.now)
                 self.now = next_s
                 continue
-            n_steps = 0 if one_by_one or self.pending else self.scheduler.steady_steps()
+            n_steps = 0 if one_by_one or self.pending or self._decodes_first() else self.scheduler.steady_steps()
             if self.holding:
                 n_steps = min(n_steps, self.taking.hold_steps - self.held)
             elif self.waiting and self.taking.hold_steps:
@@ -313,6 +315,10 @@ class _Run:
             if len(self.times.e2e) > before:
                 self.ended = replace(self.sums, at_s=self.sent_s)
 
+    def _decodes_first(self) -> bool:
+        """Whether a request decodes of which nothing was computed yet: the cache holds all of its prompt but the last token."""
+        return bool(self.outside) and any(request.id in self.outside for request in self.scheduler.decoding)
+
     def _next_s(self) -> float:
         """When a request is sent or comes through the front end; inf after the last."""
         return min(self.due[0][0] if self.due else math.inf, self.coming[0][0] if self.coming else math.inf)
@@ -321,12 +327,16 @@ class _Run:
         step = self.scheduler.schedule()
         for name in step.preempted:
             self._leave(name)
+            self.outside.add(name)
         n, tokens = step.n_decodes, sum(step.starts[: step.n_decodes])
         prompts = range(n, len(step.requests))
-        for i in prompts:
-            group = self.served[step.requests[i].id].group
-            if math.isnan(group.begun_s):
-                group.begun_s = self.now
+        for request in step.requests if self.outside else ():
+            if request.id in self.outside:
+                self.outside.remove(request.id)
+                self.pending[request.id] = (request, len(request.tokens))
+                group = self.served[request.id].group
+                if math.isnan(group.begun_s):
+                    group.begun_s = self.now
         chunks = [Chunk(step.starts[i], step.counts[i], step.samples(i)) for i in prompts]
         begun_s = self.now
         self._pass(n, tokens, chunks)
@@ -340,7 +350,7 @@ class _Run:
             else:
                 self.pending[request.id] = (request, len(request.tokens))
         for request, n_tokens in [*self.pending.values()]:
-            if len(request.tokens) > n_tokens:  # only one token was left of its prompt, which counts as decoding
+            if len(request.tokens) > n_tokens:  # one token was left of its prompt, or not cached: that counts as decoding
                 self._token(request)
         return ended
 
@@ -464,7 +474,7 @@ class _Run:
             busy_share=(ended.busy_s - began.busy_s) / duration_s,
             steps=ended.steps - began.steps,
             preemptions=scheduler.n_preemptions,
-            prefix_hit_share=scheduler.n_prefix_hit_tokens / max(1, scheduler.n_prompt_tokens),
+            prefix_hit_share=scheduler.admission.n_prefix_hit_tokens / max(1, scheduler.admission.n_prompt_tokens),
         )
 
 

@@ -5,7 +5,9 @@ A step computes decode tokens of many requests and, beside them, part of a promp
 
     Σ_products (memory³ + arithmetic³)^⅓ + max(experts' memory, experts' tiles) + cache + prompt attention + elementwise
     + operators + collectives + step + requests·request
-with memory = weight bytes ÷ (bandwidth · share), arithmetic = 2·rows·weights ÷ (peak · share). The fit and its errors on
+
+with memory = weight bytes ÷ (bandwidth · share), arithmetic = 2·rows·weights ÷ (peak · share). Where an engine's host works
+beside the device the last two terms are not added but joined (``HOST_EDGE``). The fit and its errors on
 models, batch sizes and tensor-parallel degrees that it had not seen are in benchmarks/planner/public_tables.
 """
 
@@ -19,7 +21,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from twostroke.core.dtypes import bytes_of
+from twostroke.core.dtypes import FP8, bytes_of
 from twostroke.core.errors import ConfigError, CorruptFileError, did_you_mean
 from twostroke.core.matrices import LayerKind, Matrix, head_matrix, layer_kinds
 from twostroke.core.named import Mark, inputs, largest, letter, named, records, smallest, square_root
@@ -61,9 +63,19 @@ its own cache, scores, the choice and the translation of what was chosen into pa
 EDGE = 3.0
 """Exponent p of (memory^p + arithmetic^p)^(1/p): a roofline whose corner is rounded as kernels round it."""
 
+HOST_EDGE = {"sglang": 1.5}
+"""Exponent p of (device^p + host^p)^(1/p) in engines whose host works while the device does. SGLang's loop decides a batch
+while the one before runs, and waits for its results in between (``event_loop_overlap``). 1.5 was chosen among 1, 1.25, 1.5, 2
+and 3 on the public table. Under other engines a sum is nearer."""
+
 TILE_ROWS = 128
 """Rows of a tile of the grouped products of experts on Hopper and Blackwell (wgmma's two warp groups, tcgen05): the last tile
 of every expert that is needed is half empty on average, and costs as much as a full one."""
+
+LATENT_TILE_HEADS = 64
+"""Query heads of a tile of kernels that decode latent attention (FlashMLA: 64 or 128). Tensor parallel leaves a device fewer,
+and they are filled up (sgl-project/sglang, pull requests 22372 and 27954). Where an indexer chose the keys, prompts take the
+same kernels."""
 
 EXPERT_SKEW = 1.0
 """Squared coefficient of variation of how often experts are chosen. 0 would be all equally often; 1 was chosen among 0, 0.5
@@ -99,6 +111,7 @@ class Efficiencies:
     operator_s: float
     step_s: float
     request_s: float
+    host_edge: float = 1.0  # exponent under which device and host add up: 1 one after the other, ∞ the longer of both
 
     def arithmetic(self, width: float) -> float:
         """The share of a type's peak: types of a byte and of half a byte have factors of their own."""
@@ -111,6 +124,10 @@ class Efficiencies:
     def grouped(self, width: float) -> float:
         """The share of a type's peak that tiles of experts' products reach."""
         return self.grouped_share * (self.fp4_grouped_factor if width == 0.5 else 1.0)
+
+
+FITTED = tuple(f.name for f in fields(Efficiencies) if f.name != "host_edge")
+"""Constants of ``Efficiencies`` that are fitted."""
 
 
 @lru_cache(maxsize=1)
@@ -129,13 +146,13 @@ def efficiencies(engine: str = "any", device: str = "") -> Efficiencies:
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} is not in the measured tables. {did_you_mean(engine, ENGINES)}")
     table = efficiencies_table()
-    values = {name: float(table["constants"][name]["value"]) for name in (f.name for f in fields(Efficiencies))}
+    values = {name: float(table["constants"][name]["value"]) for name in FITTED}
     factors = [table["engine"].get(engine, {})]
     factors += [g["factors"] for g in table["generation"].values() if device in g["devices"]]
     for group in factors:
         for name, factor in group.items():
             values[name] *= float(factor)
-    return Efficiencies(**values)
+    return Efficiencies(**values, host_edge=HOST_EDGE.get(engine, 1.0))
 
 
 def front_end_s(engine: str = "any") -> float:
@@ -176,6 +193,8 @@ class Shard:
     index_elements: float  # per token, read to choose keys
     prefill_pair_flops: float  # of one query with one key
     decode_pair_flops: float
+    filled_heads: float  # heads of whole tiles ÷ heads, of latent attention; 1 elsewhere
+    index_pair_flops: float
     window: int | None
     top_keys: int | None
     operators: tuple[int, int, int]  # of norms, attention, mlp
@@ -248,6 +267,10 @@ def _operators(kind: LayerKind, quantised: bool) -> tuple[int, int, int]:
     return counts["norms"], counts["attention"], counts["mlp"]
 
 
+def _filled_heads(n_heads: float) -> float:
+    return math.ceil(n_heads / LATENT_TILE_HEADS) * LATENT_TILE_HEADS / n_heads
+
+
 def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, at: Placement) -> Shard:
     read = {"attention": 0.0, "mlp": 0.0, "expert": 0.0}
     passed = dict(read)
@@ -285,6 +308,8 @@ def _shard(spec: ModelSpec, kind: LayerKind, count: int, scheme: str, at: Placem
         index_elements=float(kind.index_dim),
         prefill_pair_flops=kind.flops_per_key / tensor,
         decode_pair_flops=kind.decode_flops_per_key / tensor,
+        filled_heads=_filled_heads(kind.n_heads / tensor) if latent is not None else 1.0,
+        index_pair_flops=float(kind.index_flops_per_key),
         window=kind.window,
         top_keys=kind.top_keys,
         operators=_operators(kind, quantised),
@@ -436,9 +461,21 @@ class Pass:
         return self.named("scheduling", self.steps * rates.step_s + self.requests * rates.request_s, "scheduling and sampling")
 
     def seconds(self, rates: Efficiencies) -> float:
+        return self.with_host(self.device_s(rates), self.around_s(rates), rates.host_edge)
+
+    @staticmethod
+    def with_host(device_s: float, host_s: float, edge: float) -> float:
+        return device_s + host_s if edge == 1.0 else (device_s**edge + host_s**edge) ** (1 / edge)
+
+    def host_s(self, rates: Efficiencies) -> float:
+        """What of scheduling and sampling the device waits for."""
+        return self.around_s(rates) if rates.host_edge == 1.0 else self.seconds(rates) - self.device_s(rates)
+
+    def device_s(self, rates: Efficiencies) -> float:
+        """What the device takes between a step's first operator and its last."""
         products = sum(self.product_s(part, rates) for part in self.products)
         attention = self.cache_s(rates) + self.prompts_s(rates)
-        return products + attention + self.moved_s(rates) + self.starts_s(rates) + self.network_s(rates) + self.around_s(rates)
+        return products + attention + self.moved_s(rates) + self.starts_s(rates) + self.network_s(rates)
 
     def busy(self, rates: Efficiencies) -> Busy:
         """What the pass keeps busy. The time that grows with requests counts as reading: tables put on requests what kernels
@@ -472,6 +509,8 @@ class _Sums:
     cache: float = 0.0
     cache_flops: float = 0.0
     prompt_flops: float = 0.0
+    index_flops: float = 0.0  # decoding
+    prompt_index_flops: float = 0.0
     norms: int = 0
     turning: int = 0
     mlps: int = 0
@@ -502,6 +541,14 @@ def _prompt_pairs(shard: Shard, pairs: float, fresh: float, prompt_tokens: float
     if reach is None or reach >= prompt_tokens:
         return pairs
     return fresh * smallest(pairs / fresh, reach - reach**2 / (2 * prompt_tokens))
+
+
+def _prompt_flops(shard: Shard, pairs: float, fresh: float, prompt_tokens: float, filled: float) -> float:
+    """FLOP of a prompt's attention in a layer: heads with keys of their own, or where an indexer chose among them latent ones,
+    as decoding has them."""
+    within = _prompt_pairs(shard, pairs, fresh, prompt_tokens)
+    chosen = shard.top_keys is not None and shard.top_keys < prompt_tokens
+    return within * (shard.decode_pair_flops * filled if chosen else shard.prefill_pair_flops)
 
 
 def devices_of_a_token(top_k: int, devices: int) -> float:
@@ -552,9 +599,12 @@ def one_pass(
         count, keys = shard.count, shard.keys(context)
         sums.add(shard, rows, everywhere, tile)
         sums.cache += count * here * (keys * shard.cache_elements + context * shard.index_elements)
-        sums.cache_flops += count * here * checked * keys * shard.decode_pair_flops
+        filled = shard.filled_heads if fitted else 1.0
+        sums.cache_flops += count * here * checked * keys * shard.decode_pair_flops * filled
+        sums.index_flops += count * here * checked * context * shard.index_pair_flops
         if pairs:
-            sums.prompt_flops += count * _prompt_pairs(shard, pairs, fresh, prompt_tokens) * shard.prefill_pair_flops
+            sums.prompt_flops += count * _prompt_flops(shard, pairs, fresh, prompt_tokens, filled)
+            sums.prompt_index_flops += count * pairs * shard.index_pair_flops
         spread = groups > 1 and shard.experts > 0  # their tokens come and go by all-to-alls instead of ending in an all-reduce
         sums.reduces += (1 if spread else 2) * count if tensor > 1 else 0
         sums.exchanges += 2 * count if spread else 0
@@ -563,6 +613,10 @@ def one_pass(
     head_read = head_bytes(spec, scheme) / tensor
     head_flops = 2.0 * sampled * head.weights / tensor
     read, w = sums.cache * cache_bytes, bytes_of(dtype)
+    index_peak = hardware.peak_flop_per_s.get(FP8, plain)  # DeepSeek-V3.2's indexer multiplies in fp8
+    cache_s, prompts_s = sums.cache_flops / plain, sums.prompt_flops / plain
+    if sums.index_flops or sums.prompt_index_flops:
+        cache_s, prompts_s = cache_s + sums.index_flops / index_peak, prompts_s + sums.prompt_index_flops / index_peak
     products = (
         Part("attention", sums.attention_flops, sums.attention, sums.attention_flops / peak, sums.attention / bandwidth, w),
         Part("mlp", sums.mlp_flops, sums.mlp, sums.mlp_flops / peak, sums.mlp / bandwidth, w),
@@ -586,8 +640,8 @@ def one_pass(
         exchanged = gather_sent_bytes(there_and_back * devices_of_a_token(spec.moe.top_k, stage) / tensor, stage)
     return Pass(
         products=tuple(part for part in products if part.n_bytes),
-        cache=Part("attention", sums.cache_flops, read, sums.cache_flops / plain, read / bandwidth),
-        prompts=Part("attention", sums.prompt_flops, 0.0, sums.prompt_flops / plain, 0.0),
+        cache=Part("attention", sums.cache_flops + sums.index_flops, read, cache_s, read / bandwidth),
+        prompts=Part("attention", sums.prompt_flops + sums.prompt_index_flops, 0.0, prompts_s, 0.0),
         elementwise_s=sums.moved / bandwidth if fitted else 0.0,
         operators=(sums.norms * steps, sums.turning * steps, sums.mlps * steps),
         steps=steps,

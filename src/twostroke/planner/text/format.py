@@ -70,16 +70,23 @@ def format_intensity(flop_per_byte: float) -> str:
     return f"{flop_per_byte:,.0f} FLOP/B" if flop_per_byte >= 100 else f"{flop_per_byte:.2g} FLOP/B"
 
 
-def fits_lines(peak_bytes: float, n_devices: int, hardware: Hardware, remedy: str) -> list[str]:
-    """The first lines of a plan that its device cannot hold, with what would fit; nothing for one that fits."""
-    if peak_bytes <= hardware.memory_bytes:
+def fits_lines(peak_bytes: float, n_devices: int, hardware: Hardware, remedy: str, sharing: int = 1) -> list[str]:
+    """The first lines of a plan that its device, or the part of each of ``sharing`` ranks, cannot hold, with what would fit;
+    nothing for one that fits."""
+    if sharing * peak_bytes <= hardware.memory_bytes:
         return []
-    return [*wrapped([f"DOES NOT FIT: {needs_text(peak_bytes, n_devices, hardware)}", remedy]), ""]
+    return [*wrapped([f"DOES NOT FIT: {needs_text(peak_bytes, n_devices, hardware, sharing)}", remedy]), ""]
 
 
-def needs_text(peak_bytes: float, n_devices: int, hardware: Hardware) -> str:
-    each = f" on each of {n_devices:,} devices" if n_devices > 1 else ""
-    return f"it takes {format_bytes(peak_bytes)}{each}, and {hardware.label} has {format_bytes(hardware.memory_bytes)}."
+def needs_text(peak_bytes: float, n_devices: int, hardware: Hardware, sharing: int = 1) -> str:
+    each = f" on each of {n_devices:,} {member(sharing)}s" if n_devices > 1 else ""
+    has = f"{hardware.label} has {format_bytes(hardware.memory_bytes)}" + (f" for {sharing} ranks" if sharing > 1 else "")
+    return f"it takes {format_bytes(peak_bytes)}{each}, and {has}."
+
+
+def member(sharing: int) -> str:
+    """What one of a layout's parts is called: a device, or one of ``sharing`` ranks on a device."""
+    return "rank" if sharing > 1 else "device"
 
 
 def on_text(n_devices: int, hardware: Hardware) -> str:

@@ -22,6 +22,7 @@ from twostroke.planner.text.format import (
     Result,
     fits_lines,
     footnotes,
+    member,
     memory_table,
     money_lines,
     notes_lines,
@@ -40,14 +41,16 @@ def training_text(
     plan: TrainingPlan, subject: str, intervals: Intervals = NO_INTERVALS, low_by: float = 0.0, remedy: str = ""
 ) -> str:
     """``twostroke plan train``: whether it fits and ``remedy``, results, how they come about, and where prices are from."""
-    head = [*fits_lines(plan.peak_memory_bytes, plan.layout.n_devices, plan.hardware, remedy), *head_lines(plan, subject)]
+    layout = plan.layout
+    needs = fits_lines(plan.peak_memory_bytes, layout.n_devices, plan.hardware, remedy, layout.sharing)
+    head = [*needs, *head_lines(plan, subject)]
     parts = ("\n".join(head), results_text(plan, intervals, low_by), how_text(plan), footnotes(source_lines(plan)))
     return "\n\n".join(parts)
 
 
 def head_lines(plan: TrainingPlan, subject: str) -> list[str]:
     """What is trained, on what, by what step."""
-    shape, layout, n = plan.shape, plan.layout, plan.layout.n_devices
+    shape, layout, n = plan.shape, plan.layout, plan.layout.n_whole
     passes = f" × {shape.grad_accumulation} passes" if shape.grad_accumulation > 1 else ""
     ranks = f" × {layout.data} ranks" if layout.data > 1 else ""
     return wrapped(
@@ -64,17 +67,18 @@ def head_lines(plan: TrainingPlan, subject: str) -> list[str]:
 
 def results_text(plan: TrainingPlan, intervals: Intervals, low_by: float) -> str:
     """What a reader decides by, with intervals, and what qualifies them."""
-    n, machine = plan.layout.n_devices, plan.hardware
-    together = f"all {n:,} devices together" if n > 1 else ""
-    memory = "memory per device" if n > 1 else "memory"
+    layout, machine, room = plan.layout, plan.hardware, format_bytes(plan.room_bytes)
+    n, each = layout.n_devices, member(layout.sharing)
+    together = f"all {n:,} {each}s together" if n > 1 else ""
+    memory = f"memory per {each}" if n > 1 else "memory"
     again = [Result("", None, f"HFU {100 * plan.hfu:.1f}%", "with what is computed again")]
     results = [
         Result("step", "step_time_s", format_seconds(plan.step_time_s), f"{format_count(plan.tokens_per_step)} tokens"),
         Result("rate", "train_tok_per_s", f"{format_count(plan.tok_per_s)} tok/s", together),
         Result("share of peak", None, f"MFU {100 * plan.mfu:.1f}%", "model FLOP ÷ peak"),
         *(again if plan.recomputed_flops_per_token else []),
-        Result(memory, "peak_memory_bytes", format_bytes(plan.peak_memory_bytes), f"of {format_bytes(machine.memory_bytes)}"),
-        power_result(n, plan.watts, machine),
+        Result(memory, "peak_memory_bytes", format_bytes(plan.peak_memory_bytes), f"of {room}"),
+        power_result(layout.n_whole, plan.watts, machine),
         *run_results(plan),
     ]
     return "\n".join([results_table(results, intervals, low_by), *notes_lines(plan.notes)])
@@ -84,7 +88,7 @@ def run_results(plan: TrainingPlan) -> list[Result]:
     """The whole run, where its length is known."""
     if plan.cost is None or plan.wall_time_s is None or plan.train_time_s is None:
         return []
-    n, tokens = plan.layout.n_devices, format_count(plan.shape.steps * plan.tokens_per_step)
+    n, tokens = plan.layout.n_whole, format_count(plan.shape.steps * plan.tokens_per_step)
     hours = f"{format_count(plan.wall_time_s / 3600 * n)} device-hours; money and energy are of these"
     failures = [Result("with failures", None, format_seconds(plan.wall_time_s), hours)] if n > 1 else []
     found = plan.cost
@@ -98,7 +102,7 @@ def run_results(plan: TrainingPlan) -> list[Result]:
 
 def how_text(plan: TrainingPlan) -> str:
     """Memory by term, the time of each component and what makes up a step."""
-    n = plan.layout.n_devices
+    n, each = plan.layout.n_devices, member(plan.layout.sharing)
     waits = [
         f"{name} {format_seconds(seconds)}"
         for name, seconds in (("waiting for traffic", plan.communication_s), ("bubble", plan.bubble_s))
@@ -107,7 +111,7 @@ def how_text(plan: TrainingPlan) -> str:
     if n == 1:
         network = f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine"
     else:
-        network = f"network   {format_bytes(plan.network_bytes_per_step)} sent by a device a step"
+        network = f"network   {format_bytes(plan.network_bytes_per_step)} sent by a {each} a step"
     step = (
         f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
         f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}"
@@ -122,7 +126,7 @@ def how_text(plan: TrainingPlan) -> str:
     ]
     return "\n".join(
         [
-            "memory" if n == 1 else f"memory of the device that holds most (of {n:,})",
+            "memory" if n == 1 else f"memory of the {each} that holds most (of {n:,})",
             memory_table(_with_masters_apart(plan), plan.peak_memory_bytes),
             "",
             pass_table({"forward": plan.forward, "backward": plan.backward, "update": plan.optimizer}),
@@ -150,13 +154,15 @@ def shape_lines(plan: TrainingPlan) -> list[str]:
         if place != "none":
             parts.append(f"{what} on disk" if place == "disk" else f"{what} in host memory")
     if shape.logits != "chunked":
-        parts.append("whole logits")
+        parts.append(f"{shape.logits} logits")
     if layout.n_devices > 1:
         cuts = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
         cuts |= {"context": layout.context}
         words = [f"{name} {count}" for name, count in cuts.items() if count > 1]
         words += [f"ZeRO-{layout.zero}"] if layout.zero else []
+        words += [f"{layout.copies} copies"] if layout.copies > 1 else []
         words += [f"interleaved {layout.interleave}"] if layout.interleave > 1 else []
+        words += [f"{layout.sharing} ranks that share the cores"] if layout.sharing > 1 else []
         parts.append(", ".join(words))
     return ["; ".join(parts)] if parts else []
 
@@ -204,7 +210,7 @@ def offload_lines(plan: TrainingPlan) -> list[str]:
 def resilience_lines(plan: TrainingPlan) -> list[str]:
     """How often to write a checkpoint and what failures cost, for a job of several devices."""
     found = plan.resilience
-    if found is None or plan.layout.n_devices == 1:
+    if found is None or plan.layout.n_whole == 1:
         return []
     return [
         f"failures  one in {format_seconds(found.mtbf_s)} ({found.mtbf_kind}: {found.mtbf_device_hours:,.0f} device-hours); a "

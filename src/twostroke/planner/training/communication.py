@@ -10,7 +10,7 @@ from typing import Annotated
 
 from twostroke.core.compressions import COMPRESSIONS, factored_elements
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import Matrix, block, layer_kinds
+from twostroke.core.matrices import LayerKind, Matrix, block, layer_kinds
 from twostroke.core.named import largest, letter, named, records, smallest
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import network
@@ -19,7 +19,7 @@ from twostroke.planner.training.layout import Layout, group_link
 from twostroke.planner.training.memory import FP32, PRECISIONS, gradient_bytes_per_parameter
 from twostroke.planner.training.passes import attention_work
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import Held, Stage
+from twostroke.planner.training.sharding import Held, Stage, whole_parameters
 
 BUCKET_PARAMETERS = 40_000_000
 """Gradients that a burst reduces together under DDP and ZeRO-1/2, or a million a rank where that is more (Megatron-LM's
@@ -80,9 +80,11 @@ def within_micro_batch(
 
     Tensor: 2 all-reduces of w·s·b·E a layer forward and 2 backward, or as many pairs of reduce-scatter and all-gather under
     sequence parallel (the same bytes; Korthikanti et al., arXiv 2205.05198); full checkpointing repeats the forward ones. One
-    more of each for the embedding and for the head, whose vocabulary is cut.
-    Expert: 2 all-to-alls each way of s·b·k·E·w. Pipeline: w·s·b·E/t each way over each boundary, once per chunk of layers
-    (Narayanan et al., arXiv 2104.04473, section 4.1 scatter and gather it over the tensor group).
+    more of each for the embedding and for the head, whose vocabulary is cut. Under sequence parallel gradients of norms and
+    routers, which are whole, are added up once a step. The three numbers a token that a cut loss exchanges are not counted.
+    Expert: 2 all-to-alls each way of s·b·k·E·w, of a rank's part of the sequence under sequence parallel. Pipeline:
+    w·s·b·E/t each way over each boundary, once per chunk of layers (Narayanan et al., arXiv 2104.04473, section 4.1 scatter
+    and gather it over the tensor group).
     """
     w, n_micro = letter("w", bytes_of(shape.compute_dtype)), shape.grad_accumulation
     hidden = w * shape.tokens_per_pass * spec.d_model
@@ -91,7 +93,7 @@ def within_micro_batch(
     found = []
     if layout.tensor > 1:
         by_experts = layout.expert > 1 and layout.expert >= layout.tensor
-        per_pass = share * sum(count * (1 if kind.mlp == "moe" and by_experts else 2) for kind, count in layer_kinds(spec))
+        per_pass = share * sum(count * _tensor_pairs(kind, by_experts) for kind, count in layer_kinds(spec))
         what = "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce"
         link = group_link(layout, hardware, layout.tensor)
         once_s = network.ring_all_reduce_s(hidden, layout.tensor, link)
@@ -99,6 +101,8 @@ def within_micro_batch(
         ends = int(stage.first) + int(stage.last)
         bursts = n_micro * (passes * per_pass + ends)
         found.append(_waited_for("tensor", what, layout.tensor, link, bursts, hidden, sent, once_s))
+        if layout.sequence_parallel:
+            found.append(_sum_of_whole(spec, shape, layout, stage, link))
     if layout.context > 1:
         found.append(_ring_attention(spec, shape, hardware, layout, share, passes))
     if layout.expert > 1 and spec.moe is not None:
@@ -122,6 +126,24 @@ def within_micro_batch(
     return found
 
 
+def _tensor_pairs(kind: LayerKind, by_experts: bool) -> int:
+    """Pairs of gather and scatter of a layer's pass: around attention, and around what of the MLP is cut. Where experts are
+    shared out whole (``by_experts``) that is what every row passes."""
+    cut = [m for m in kind.matrices if m.component == "mlp" and m.split in ("row", "column")]
+    return 2 if cut or not by_experts else 1
+
+
+def _sum_of_whole(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, link: Link) -> Traffic:
+    """Of what tensor parallel leaves whole each rank has the gradient of its part of the sequence: an all-reduce in fp32 once a
+    step, after the last pass, of the pieces that a rank of the shards holds."""
+    whole = whole_parameters(spec, shape, layout, stage)
+    n_bytes = letter("gradient", FP32) * whole / layout.shared_by(2)[0]
+    seconds = network.ring_all_reduce_s(n_bytes, layout.tensor, link)
+    sent = network.all_reduce_sent_bytes(n_bytes, layout.tensor)
+    what, overlap = "all-reduce of gradients of what is whole", "none: the update waits for it"
+    return Traffic("tensor", what, layout.tensor, 1, n_bytes, sent, seconds, seconds, overlap, link.kind)
+
+
 def _tied_head(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, link: Link) -> Traffic:
     """Of an embedding that is the head too: its gradient from the last stage to the first, once a micro-batch, or the new
     weight back, of which each rank of a sharded first stage sends its rows."""
@@ -131,7 +153,7 @@ def _tied_head(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Sta
         what, n, overlap = "gradient of the head, to the embedding", shape.grad_accumulation, "behind the passes that follow"
     else:
         what, n, overlap = "the embedding to the head", 1, "none: the next step needs it"
-        table /= layout.replicas if layout.zero else 1
+        table /= layout.shared_by(2)[0]
     once_s = network.send_s(table, link)
     return Traffic("pipeline", what, 2, n, table, n * table, n * once_s, once_s, overlap, link.kind)
 
@@ -205,10 +227,14 @@ def across_data(
 
     DDP all-reduces the gradients, 2·Ψ elements a rank. ZeRO-1 reduce-scatters them and all-gathers the new weights, 2·Ψ. ZeRO-2
     does the same, but reduce-scatters in every micro-batch, since no rank keeps a whole gradient. ZeRO-3 all-gathers weights
-    twice and reduce-scatters in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7). Reductions hide behind the backward pass
-    they follow, gathers behind the pass they serve. What is longer than that pass, and one burst, is exposed. The bandwidth of
-    memory that traffic takes from the products is not counted. Replicas that train apart (``outer_every``) exchange what
-    changed in one burst, which nothing hides.
+    twice and reduce-scatters in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7), but those outside of the blocks once a
+    pass through a chunk of layers, because they stay gathered until its backward pass. Reductions hide behind the backward pass
+    they follow, gathers behind the pass they serve. Copies of shards add up what a rank holds of the gradients once a step
+    (HSDP; Zhao et al., arXiv 2304.11277, section 3.2.2). What is longer than that pass, and one burst, is exposed. The
+    bandwidth of memory that traffic takes from the products is not counted. Replicas that train apart (``outer_every``)
+    exchange what changed in one burst, which nothing hides but, on a CPU, passes of the ``outer_overlap`` steps that follow.
+    With ``compress_weights`` ZeRO-2 gathers codes of what an update changed instead of weights; that all ranks begin from
+    gathered weights is once a run and not counted.
     """
     if layout.replicas == 1:
         return []
@@ -223,12 +249,19 @@ def across_data(
         held = FP32
     gradient = letter("gradient", shape.gradient_bits / 8 or held)
     forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
-    groups = [(_Group.of(layout, hardware, layout.replicas, layout.tensor, ""), part.trained, part.frozen_bytes)]
+    n_copies = layout.copies
+    group = _Group.of(layout, hardware, layout.replicas // n_copies, layout.tensor, "")
+    groups = [(group, part.trained, part.frozen_bytes, part.outside)]
     if part.trained_experts or part.frozen_expert_bytes:
-        group = _Group.of(layout, hardware, layout.expert_data, layout.expert_cut, " of experts")
-        groups.append((group, part.trained_experts, part.frozen_expert_bytes))
+        group = _Group.of(layout, hardware, layout.expert_data // n_copies, layout.expert_cut, " of experts")
+        groups.append((group, part.trained_experts, part.frozen_expert_bytes, 0.0))
     found = []
-    for group, trained, frozen_bytes in groups:
+    for group, trained, frozen_bytes, outside in groups:
+        if n_copies > 1:
+            # Once a step, in the type of the sums, after the last pass: nothing hides it.
+            others = _Group.of(layout, hardware, n_copies, layout.n_devices // n_copies, f"{group.suffix} between copies")
+            of_a_rank = letter("copied", FP32) * trained / group.ranks
+            found.append(others.all_reduced(of_a_rank, max(1.0, of_a_rank / FP32 / BUCKET_PARAMETERS), 0.0))
         if group.ranks == 1:
             continue
         sent = trained - (_left_out_by_factors(spec, shape.compress_rank) if way.low_rank else 0)
@@ -236,18 +269,30 @@ def across_data(
         buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
         gathered: Traffic | None = None
         if layout.zero == 0 and shape.outer_every:
-            reduced = group.all_reduced(gradients, buckets, 0.0, 1 / letter("H", shape.outer_every))
+            every = letter("H", shape.outer_every)
+            reduced = group.all_reduced(gradients, buckets, 0.0, 1 / every)
+            if shape.outer_overlap and not hardware.accelerator:  # on a GPU it is queued between passes
+                beside = smallest(1.0 * shape.outer_overlap * shape.outer_fragments, every) / every
+                exposed = largest(0.0, reduced.seconds - beside * n_micro * (forward_s + backward_s))
+                reduced = replace(reduced, exposed_s=exposed, overlap=f"behind the {shape.outer_overlap} steps that follow")
         elif layout.zero == 0:
             reduced = group.all_reduced(gradients, buckets, backward_s)
         elif layout.zero < 3:
             reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
-            gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
-            found.append(gathered)
+            if shape.compress_weights == "none":
+                gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
+                found.append(gathered)
+            else:
+                changes = letter("changes", COMPRESSIONS[shape.compress_weights].bytes_per_element) * trained
+                found.append(group.differences(changes, buckets))
         else:
-            gathered = group.gathered(weights + frozen_bytes, n_layers, n_micro, forward_s, "forward")
-            again = group.gathered(weights + frozen_bytes, n_layers, n_micro, backward_s, "backward")
+            around, n_units = precision.working * outside, layout.interleave if outside else 0
+            blocks = weights + frozen_bytes - around
+            gathered = group.gathered(blocks + n_units * around, n_layers + n_units, n_micro, forward_s, "forward")
+            again = group.gathered(blocks, n_layers, n_micro, backward_s, "backward")
             backward_s = again.leaves(backward_s, n_micro)
-            reduced = group.scattered(gradients, n_layers, n_micro, backward_s)
+            n_reduced = n_layers + (1 if outside and shape.method == "full" else 0)
+            reduced = group.scattered(gradients, n_reduced, n_micro, backward_s)
             found += [gathered, again]
         found.append(reduced)
         # Two groups share the link, so what one hides in is not there for the next.
@@ -294,6 +339,14 @@ class _Group:
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
         sent = network.gather_sent_bytes(whole, self.ranks)
         return self._traffic("all-gather of weights", whole, sent, once, bursts, times, hidden_s, behind)
+
+    def differences(self, whole: float, bursts: float) -> Traffic:
+        """Codes of what an update changed of weights that all hold (SDP4Bit, arXiv 2410.15526), which the next pass waits for.
+        Making and reading codes is not counted."""
+        once = network.all_gather_s(whole / bursts, self.ranks, self.link)
+        sent = network.gather_sent_bytes(whole, self.ranks)
+        traffic = self._traffic("all-gather of weight differences", whole, sent, once, bursts, 1, 0.0, "")
+        return replace(traffic, overlap="none: the next pass needs them")
 
     def _traffic(
         self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: float, hidden_s: float, behind: str

@@ -13,7 +13,6 @@ from twostroke.core.named import letter
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import (
     ASSUMED_ATTENTION_EFFICIENCY,
-    ASSUMED_BANDWIDTH_EFFICIENCY,
     ASSUMED_PRODUCT_EFFICIENCY,
     Hardware,
 )
@@ -94,9 +93,6 @@ def attention_rate(hardware: Hardware, dtype: str) -> float:
     """FLOP/s of flash attention over the causal half of the keys."""
     return letter("share_attention", hardware.sustained.get("attention", ASSUMED_ATTENTION_EFFICIENCY)) * hardware.peak(dtype)
 
-
-EAGER_SHARE = ASSUMED_BANDWIDTH_EFFICIENCY
-"""Of the bandwidth, what single torch operators over large tensors reach: they stream."""
 
 EAGER_PASSES = {
     # component: (forward, backward) elements read and written by single operators for one of fused work

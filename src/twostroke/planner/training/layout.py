@@ -38,9 +38,11 @@ class Layout:
     expert: Annotated[int, "devices of the data·tensor plane that share each layer's experts"] = 1
     devices_per_node: Annotated[int | None, "devices of a node; null: as the hardware says"] = None
     context: Annotated[int, "devices that share each sequence (ring attention)"] = 1
+    copies: Annotated[int, "of what `zero` shares out: groups of data-parallel ranks that hold a whole each (HSDP)"] = 1
+    sharing: Annotated[int, "ranks that share one device, each with a part of its cores and memory; 1: each has its own"] = 1
 
     def __post_init__(self) -> None:
-        counts = ("data", "tensor", "pipeline", "interleave", "expert", "context")
+        counts = ("data", "tensor", "pipeline", "interleave", "expert", "context", "copies", "sharing")
         for name in counts if self.devices_per_node is None else (*counts, "devices_per_node"):
             check_whole(name, getattr(self, name), most=MOST_RANKS)
         if isinstance(self.zero, bool) or self.zero not in ZERO_STAGES:
@@ -53,11 +55,18 @@ class Layout:
             raise ConfigError(
                 f"interleave={self.interleave} cuts pipeline stages into chunks, and pipeline=1. Use interleave=1."
             )
+        if self.copies > 1 and (self.zero < 2 or self.replicas == self.copies or self.data % self.copies):
+            raise ConfigError(
+                f"copies={self.copies} of shards need zero=2 or 3 and must divide data={self.data}, with ranks left to share "
+                "each."
+            )
         plane = self.replicas * self.tensor
         if plane % self.expert:
             raise ConfigError(f"expert={self.expert} must divide data·tensor={plane}. Use {_divisors(plane)}.")
         if self.expert % self.tensor and self.tensor % self.expert:
             raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
+        if self.expert_data % self.copies:
+            raise ConfigError(f"copies={self.copies} must divide the {self.expert_data} devices that hold the same experts.")
 
     @property
     def replicas(self) -> int:
@@ -65,14 +74,20 @@ class Layout:
         return self.data * self.context
 
     @property
-    def n_devices(self) -> Annotated[int, "data · context · tensor · pipeline"]:
+    def n_devices(
+        self,
+    ) -> Annotated[int, "data · context · tensor · pipeline; ranks, if they share devices"]:
         return self.replicas * self.tensor * self.pipeline
 
     @property
-    def is_trained(self) -> bool:
-        """Whether our trainer runs it: replicas, ZeRO-2 or 3 over them, and tensor, context, expert and pipeline parallel in
-        them, but neither matrices nor stages beside experts."""
-        cuts_experts = self.expert > 1 and (self.tensor > 1 or self.pipeline > 1)
+    def n_whole(self) -> int:
+        """Devices that exist, and are paid for: as many as ``n_devices``, or one for each ``sharing`` of them."""
+        return -(-self.n_devices // self.sharing)
+
+    def is_trained(self, spec: ModelSpec) -> bool:
+        """Whether our trainer runs ``spec`` by it: replicas, ZeRO-2 or 3 over them, and tensor, context, expert and pipeline
+        parallel in them, but no expert is cut."""
+        cuts_experts = spec.moe is not None and self.expert % self.tensor > 0
         return self.zero != 1 and not cuts_experts
 
     @property
@@ -92,7 +107,7 @@ class Layout:
 
     def shared_by(self, zero: int) -> tuple[int, int]:
         """How many ranks share what ZeRO divides from stage ``zero`` on: everything but experts, and experts."""
-        return (self.replicas, self.expert_data) if self.zero >= zero else (1, 1)
+        return (self.replicas // self.copies, self.expert_data // self.copies) if self.zero >= zero else (1, 1)
 
     def check(self, spec: ModelSpec) -> None:
         """Raise ConfigError, naming what may be used, if ``spec`` cannot be cut so.
@@ -108,22 +123,26 @@ SINGLE = Layout()
 """One device."""
 
 
-def layout_of(parallel: ParallelRecipe | None) -> Layout:
-    """The layout of a recipe's ``[parallel]``; one replica where it leaves ``data`` open.
+def replicas_of(parallel: ParallelRecipe | None) -> int:
+    """``Layout.data`` of a recipe's ``[parallel]``; one replica where it leaves ``data`` open."""
+    return 1 if parallel is None else max(1, parallel.data) * parallel.shard * parallel.expert
 
-    Replicas of sharded replicas (HSDP) are planned as one group of all ranks: they send less than it says.
-    """
+
+def layout_of(parallel: ParallelRecipe | None, spec: ModelSpec, sharing: int = 1) -> Layout:
+    """The layout of a recipe's ``[parallel]``, where ranks that share each matrix of ``spec`` have experts of their own.
+    ``sharing`` ranks have one device."""
     if parallel is None:
         return SINGLE
-    ranks = max(1, parallel.data) * parallel.shard * parallel.expert
     return Layout(
-        data=ranks,
+        data=replicas_of(parallel),
         zero=parallel.zero if parallel.shard > 1 else 0,
         tensor=parallel.tensor,
         context=parallel.context,
-        expert=parallel.expert,
+        expert=parallel.expert * (1 if spec.moe is None else parallel.tensor),
         pipeline=parallel.pipeline,
         interleave=parallel.interleave,
+        copies=max(1, parallel.data) if parallel.shard > 1 else 1,
+        sharing=sharing,
     )
 
 

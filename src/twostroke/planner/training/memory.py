@@ -13,6 +13,7 @@ from twostroke.core.policy import (
     NF4_SCALE_BLOCK,
     attends_explicitly,
     fits_native_attention,
+    is_beyond_sdpa,
     loss_chunk_rows,
     query_blocks,
 )
@@ -95,35 +96,48 @@ NATIVE_ATTENTION = "cpu with native attention"
 """In the place of a device's kind: training attends by the native library's operator, which keeps what the projection left,
 its output and a number for each head, and knows documents by the first key that each token sees."""
 
+EXPLICIT_ATTENTION = "cpu with explicit attention"
+"""The same of a model that torch's fused attention does not compute (``is_beyond_sdpa``), where the native library's is not
+taken. An accelerator is planned as if its kernels did, as those of other trainers do."""
+
 
 def attention_device(hardware: Hardware, spec: ModelSpec, dtype: str) -> str:
-    """What decides how training attends: the device's kind, or ``NATIVE_ATTENTION`` if calibration found the native library and
-    that library takes the model."""
-    fits = fits_native_attention(hardware.kind, dtype, spec)
-    return NATIVE_ATTENTION if fits and hardware.training.attends_natively else hardware.kind
+    """What decides how training attends: ``NATIVE_ATTENTION`` if calibration found the native library and that library takes
+    the model, ``EXPLICIT_ATTENTION`` if a CPU can do nothing else, or the device's kind."""
+    if fits_native_attention(hardware.kind, dtype, spec) and hardware.training.attends_natively:
+        return NATIVE_ATTENTION
+    return EXPLICIT_ATTENTION if hardware.kind == "cpu" and is_beyond_sdpa(spec) else hardware.kind
 
 
-def keys_walked(device_kind: str, dtype: str, sequence_length: int) -> float:
+def is_explicit(attends_on: str, dtype: str, sequence_length: int) -> bool:
+    """Whether what ``attention_device`` found keeps probabilities, and computes them again under selective checkpointing."""
+    return attends_on == EXPLICIT_ATTENTION or attends_explicitly(attends_on, dtype, sequence_length)
+
+
+def keys_walked(attends_on: str, dtype: str, sequence_length: int) -> float:
     """Keys that a training kernel multiplies an average query with: Σ length·end / T in explicit attention, all T in flash
-    attention under a mask. At least the T/2 that causality asks for."""
-    if not attends_explicitly(device_kind, dtype, sequence_length):
+    attention under a mask. At least the T/2 that causality asks for. The native kind's rate is counted over explicit
+    attention's, as calibration does."""
+    if attends_on != NATIVE_ATTENTION and not is_explicit(attends_on, dtype, sequence_length):
         return float(sequence_length)
     return letter("keys", sum((end - start) * end for start, end in query_blocks(sequence_length)) / sequence_length)
 
 
 def explicit_attention_bytes(spec: ModelSpec, sequence_length: int, w: float) -> float:
     """Bytes kept per token by explicit attention: per head the probabilities (w for each key walked), the scaled query and the
-    output (2·D·w), and each block's copy of its keys and values (2·D·w·Σends/T)."""
-    keys = keys_walked("cpu", "bf16", sequence_length)
+    output (2·D·w), and each block's copy of its keys and values (2·D·w·Σends/T). Bounded scores keep their tanh (w for each
+    key), and a sink is one key more among the probabilities."""
+    away, keys = spec.departures, keys_walked(EXPLICIT_ATTENTION, "bf16", sequence_length)
+    scores = keys * (2 if away.attention_cap is not None else 1) + (1 if away.attention_sinks else 0)
     copies = letter("copies", sum(end for _, end in query_blocks(sequence_length)) / sequence_length)
-    return spec.n_heads * w * (keys + 2 * spec.head_dim + 2 * spec.head_dim * copies)
+    return spec.n_heads * w * (scores + 2 * spec.head_dim + 2 * spec.head_dim * copies)
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
     """What decides which activations a rank keeps from forward for backward.
 
-    ``attends_on`` is a device's kind or ``NATIVE_ATTENTION``. Tensor parallel divides attention and the MLP, ``sequence_cut``
+    ``attends_on`` is what ``attention_device`` found. Tensor parallel divides attention and the MLP, ``sequence_cut``
     norms and the residual stream. Beside a frozen base ``inputs_of`` are the products with an adapter, whose inputs are kept
     (None: everything is trained), and ``adapter_width`` is the width of all adapters of a layer together.
     """
@@ -153,7 +167,7 @@ class ActivationPolicy:
 
     @property
     def attends_explicitly(self) -> bool:
-        return attends_explicitly(self.attends_on, self.dtype, self.sequence_length)
+        return is_explicit(self.attends_on, self.dtype, self.sequence_length)
 
     def keeps_input_of(self, *products: str) -> bool:
         return self.inputs_of is None or any(product in self.inputs_of for product in products)
@@ -184,7 +198,9 @@ def kept_by_layer(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) ->
         kept = w * width / policy.sequence_cut + (saved + attended) / policy.tensor
     else:
         around = w * norms * width  # the residual stream where each norm reads it
-        if spec.departures.parallel_block and (policy.compiled or policy.dtype == "fp32" or not rms):
+        if policy.selective:
+            around = 2 * w * width  # the block's input and the result of attention's last product: all else follows from them
+        elif spec.departures.parallel_block and (policy.compiled or policy.dtype == "fp32" or not rms):
             around -= w * (norms - 1) * width  # both norms read the same
         if not policy.selective:
             read_by_attention, read_by_mlp = (policy.keeps_input_of(*names) for names in (_ATTENTION_INPUTS, _MLP_INPUTS))
@@ -224,14 +240,24 @@ def not_kept_at_the_bottom(spec: ModelSpec, kind: LayerKind, policy: ActivationP
     return 2 * norm + _attention_kept(spec, kind, policy) / policy.tensor + 8
 
 
+CLAMPED_STEPS = 4
+"""Tensors of width F that eager ``clamped_swish`` keeps: the clamped gate, its sigmoid, their product, and what that is
+multiplied with."""
+
+
 def _mlp_kept(spec: ModelSpec, kind: LayerKind, policy: ActivationPolicy) -> float:
     w, keeps_all, total = policy.w, policy.checkpointing == "none", 0.0
+    experts_again = policy.selective and policy.attends_on != "gpu"  # ours keeps the router's product alone
     for product in kind.matrices:
         routed = product.split == "expert"
+        if experts_again and (routed or product.name == "router"):
+            total += w * product.n if product.name == "router" else 0.0
+            continue
         rows = product.active if routed else 1
         if product.name.endswith(("gate_up", "up")):
             total += w * rows * product.n
-            total += w * rows * product.n / 2 if kind.gated and keeps_all and not policy.compiled else 0.0
+            if kind.gated and keeps_all and not policy.compiled:  # the activated gate, or each step to a clamped one
+                total += w * rows * product.n / 2 * (CLAMPED_STEPS if spec.activation == "clamped_swish" else 1)
             copied = routed and policy.keeps_input_of(product.name)
             total += w * rows * spec.d_model if copied else 0.0  # the token's copy for each expert
         elif product.name.endswith("down"):
@@ -277,20 +303,24 @@ def around_blocks_bytes(spec: ModelSpec, policy: ActivationPolicy) -> float:
     """Bytes kept per token outside the blocks: the ids (8), the eager final norm (8E + 4, frozen 4E + 4; LayerNorm w·(E + 2)),
     the gradient of the hidden state that the chunked loss computes ahead (w·E), rotary tables (4·D) or nothing, and the mask
     over packed documents (w·T), which explicit attention needs again only where it is computed again. Native attention keeps
-    the first key that each token sees (4) instead of a mask."""
+    the first key that each token sees (4) instead of a mask. On a CPU layers of different windows have a mask each."""
     w = policy.w
     around = 8 + read_out_bytes(spec, policy)
     around += FP32 * spec.head_dim if spec.positions == "rope" else 0.0
+    masks = 1 if policy.attends_on == "gpu" else len({spec.window_of_layer(layer) for layer in range(spec.n_layers)})
     if policy.attends_on == NATIVE_ATTENTION:
-        return around + 4
+        return around + 4 * masks
     needs_no_mask = policy.attends_explicitly and policy.checkpointing == "none"
-    return around + (0.0 if needs_no_mask else w * policy.sequence_length)
+    return around + (0.0 if needs_no_mask else w * policy.sequence_length * masks)
 
 
 WHOLE_LOGITS_IN_FP32 = 3
 """Tensors as large as the logits that torch's cross-entropy holds in fp32 at once: the log-softmax that it saved, the gradient
 that arrives at it and the one that leaves it."""
 
+
+LISTED_CHUNKS = 8
+"""Chunks of a list of logits (torchtune's ``CEWithChunkedOutputLoss``, num_output_chunks)."""
 
 EAGER_LOGITS = 4
 """Tensors as large as a chunk's logits that are alive at once in an eager loss, all in fp32: logits, softmax, softmax less the
@@ -302,11 +332,16 @@ def loss_bytes(spec: ModelSpec, n_tokens: int, logits: str, policy: ActivationPo
 
     Chunked logits: one chunk's logits and their gradient in the working type, eager ``EAGER_LOGITS`` in fp32 and a mask, and
     where the head is trained its gradient summed in fp32 beside one chunk's share of it, V·E·(4 + w). Whole logits: the working
-    type, and when backward begins in fp32 the log-softmax, its gradient and the logits' gradient, (w + 3·4)·V a token.
+    type, and when backward begins in fp32 the log-softmax, its gradient and the logits' gradient, (w + 3·4)·V a token. Listed
+    logits: all of them in the working type, each chunk's gradient in the place that its logits leave, one more chunk, and the
+    head's gradient beside a chunk's share of it.
     """
     w = policy.w
     if logits == "whole":
         return n_tokens * spec.vocab_size * (w + WHOLE_LOGITS_IN_FP32 * FP32)
+    if logits == "listed":
+        of_head = 0.0 if policy.frozen else 2 * w * spec.vocab_size * spec.d_model
+        return n_tokens * (1 + 1 / letter("chunks", LISTED_CHUNKS)) * spec.vocab_size * w + of_head
     chunk = letter("chunk", loss_chunk_rows(n_tokens))
     per_logit = 2 * w if policy.compiled else EAGER_LOGITS * FP32 + 1
     of_head = 0.0 if policy.frozen else spec.vocab_size * spec.d_model * (FP32 + w)

@@ -21,7 +21,8 @@ arXiv 2101.06840)."""
 
 LAYERS_ON_DEVICE = 6
 """Layers whose activations are on the device while others wait: the one that is computed and five on their way (torchtune's
-``OffloadActivations``, max_fwd_stash_size)."""
+``OffloadActivations``, max_fwd_stash_size). When the loss is computed, none: offloading took from torchtune's own peak of
+Llama-3.2-3B (23.1 to 21.8 GiB) what all 28 layers keep."""
 
 
 def kept_on_device(activations: float, n_layers: float) -> float:

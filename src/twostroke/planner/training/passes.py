@@ -10,7 +10,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, layer_kinds
 from twostroke.core.named import Mark, inputs, letter, named, records, within
 from twostroke.core.optimizers import OPTIMIZERS
-from twostroke.core.policy import NEWTON_SCHULZ_STEPS, attends_explicitly, loss_chunk_rows
+from twostroke.core.policy import NEWTON_SCHULZ_STEPS, loss_chunk_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import (
     ASSUMED_BANDWIDTH_EFFICIENCY,
@@ -20,8 +20,12 @@ from twostroke.planner.training import datasheet_rates
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
+    EXPLICIT_ATTENTION,
     FP32,
+    NATIVE_ATTENTION,
     PRECISIONS,
+    attention_device,
+    is_explicit,
     keys_walked,
     nf4_bytes_per_weight,
     saved_products,
@@ -76,6 +80,12 @@ def _products(product: Matrix, rows: int, dtype: str, hardware: Hardware, calls:
     return replace(work, seconds=work.seconds + casting) if casting else work
 
 
+BOUND_FLOPS = (40, 20)
+"""FLOP of attention's products that take as long as bounding one score in the native attention, (forward, backward), the latter
+counted times backward's 2.5: a tanh of 11 multiply-adds and a division. Measured on an EPYC Zen 4, one thread, in pairs: 38 and
+19 with heads of 64, 50 and 22 of 256."""
+
+
 def attention_work(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, kind: LayerKind, tensor: int, backward: bool
 ) -> Work:
@@ -84,15 +94,19 @@ def attention_work(
     tokens, w, length = shape.tokens_per_pass / tensor, _w(shape.dtype), shape.sequence_length
     window = min((n for n in (kind.window, kind.top_keys) if n is not None), default=None)
     causal_keys = mean_keys(length, window)
-    walked_keys = keys_walked(hardware.kind, shape.dtype, length)
+    attends_on = attention_device(hardware, spec, shape.dtype)
+    walked_keys = keys_walked(attends_on, shape.dtype, length)
     if hardware.kind != "cpu" and window is not None:
         walked_keys = 2 * causal_keys  # kernels skip blocks outside a window
     scores = kind.index_flops_per_key * mean_keys(length)
     causal = tokens * (kind.flops_per_key * causal_keys + scores)
     walked = tokens * (kind.flops_per_key * walked_keys + 2 * scores)
+    if attends_on == NATIVE_ATTENTION and spec.departures.attention_cap is not None:
+        walked += tokens * kind.n_heads * letter("bounding", BOUND_FLOPS[backward]) * walked_keys
     share = 2.5 if backward else 1.0
     moved = share * tokens * w * (kind.qkv_elements + kind.n_heads * kind.v_dim)
-    rate = training_attention_rate(hardware, shape.dtype, shape.mode, "backward" if backward else "forward", length)
+    direction = "backward" if backward else "forward"
+    rate = training_attention_rate(hardware, shape.dtype, shape.mode, direction, length, attends_on)
     return Work.limited(
         "attention",
         flops=(2 if backward else 1) * causal,
@@ -125,6 +139,44 @@ def elementwise_counts(
     return elements, flops
 
 
+BIAS_PASSES = (2, 1)
+"""Times that an output of a product with a bias is written or read once more, (forward, backward), on a CPU: a copy of the bias
+is there before the product adds to it, and the bias's gradient reads the output's."""
+
+ROUTED_PASSES = (5, 7)
+"""Times that a row of width E is read or written for each of a token's experts, (forward, backward), on a CPU: sorted by expert
+(2), put back (2), weighted and summed (1); backward weighted (1), multiplied with what the shares were of (1), sorted again
+(2), put back and summed (3)."""
+
+
+SCORE_PASSES = {"cap": {"eager": (6, 7), "compiled": (1, 1)}, "sinks": {"eager": (2, 3), "compiled": (0, 0)}}
+"""Times that a score is read or written, (forward, backward), where explicit attention bounds scores and where it puts sinks
+beside them. Eager: divided, tanh, multiplied (2 each), backward 2, 3 and 2; joined with the sink's column (2), put into a
+cleared row (3). Compiled: the tanh that is kept is written, and read."""
+
+
+def elements_of_cpus(
+    spec: ModelSpec, shape: TrainingShape, layer: RankLayer, layout: Layout, attends_on: str, backward: bool
+) -> dict[str, float]:
+    """Elements per token by component that a CPU reads and writes beside ``elementwise_counts``: biases, rows on their way to
+    experts and back, and scores that explicit attention bounds or puts sinks beside. Accelerators add a bias inside the
+    product, and have ``datasheet_rates.routing_work``."""
+    elements = {"attention": 0.0, "mlp": 0.0}
+    for part in layer.products:
+        if part.product.bias:
+            outputs = part.rows_per_token * part.calls * part.product.n
+            elements[part.product.component] += letter("bias_passes", BIAS_PASSES[backward]) * outputs
+    if spec.moe is not None and any(part.is_expert for part in layer.products):
+        rows = spec.moe.top_k / layout.sequence_cut
+        elements["mlp"] += letter("routed_passes", ROUTED_PASSES[backward]) * rows * spec.d_model
+    if attends_on == EXPLICIT_ATTENTION:
+        away = spec.departures
+        for what, present in (("cap", away.attention_cap is not None), ("sinks", away.attention_sinks)):
+            scores = layer.kind.n_heads / layout.tensor * keys_walked(attends_on, shape.dtype, shape.sequence_length)
+            elements["attention"] += letter(what, SCORE_PASSES[what][shape.mode][backward]) * scores if present else 0.0
+    return elements
+
+
 ASSUMED_ELEMENTWISE_SHARE = {"norms": 0.53, "attention": 0.45, "mlp": 0.5}
 """Share of a datasheet's bandwidth that elementwise kernels of an accelerator reach, by component: medians over 1,072 public
 timings of Llama-2 7B and 70B on A100 and H100 at 2,048 tokens and more (microsoft/vidur, data/profiling/compute @7d47513, MIT):
@@ -145,6 +197,10 @@ def elementwise(
     direction = "backward" if backward else "forward"
     measured = block_rate(hardware, shape.dtype, shape.mode, direction)
     elements, flops = elementwise_counts(spec, layer, layout.tensor, layout.sequence_cut, backward)
+    if hardware.kind == "cpu":
+        attends_on = attention_device(hardware, spec, shape.dtype)
+        for component, count in elements_of_cpus(spec, shape, layer, layout, attends_on, backward).items():
+            elements[component] += count
     unfused = hardware.accelerator is not None and not shape.compile
     if unfused:
         elements = {part: count * datasheet_rates.EAGER_PASSES[part][backward] for part, count in elements.items()}
@@ -174,7 +230,7 @@ def loss_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, tensor:
     earlier layer is as much once more.
     """
     head, tokens = head_on_rank(spec, tensor), shape.tokens_per_pass
-    rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits == "chunked" else tokens
+    rows = letter("chunk", loss_chunk_rows(tokens)) if shape.logits != "whole" else tokens
     n_heads = 1 + letter("exits", shape.exit_losses) if shape.exit_losses else 1
     n_chunks = -(-tokens // rows) * n_heads
     dtype = "bf16" if shape.dtype in LOW_PRECISIONS else shape.dtype
@@ -276,7 +332,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
         memory_s = n_parameters / letter("rounded", hardware.training.rounded_element_per_s or 0.0) + rest
     flops, arithmetic_s, launches = 12.0 * n_parameters, 0.0, 12.0
     if shape.optimizer == "muon":
-        shared = layout.n_devices
+        shared = layout.n_devices / layout.copies
         for kind, count in layer_kinds(spec):
             for rows, columns in matrices_of(kind):
                 one_flops, one_s = newton_schulz(rows, columns, hardware)
@@ -377,8 +433,8 @@ def layer_works(
 def recomputed_works(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layer: RankLayer, layout: Layout, recomputation: str
 ) -> list[Work]:
-    """What backward computes again of one layer: nothing; elementwise work and explicit attention (selective), every
-    second product with it (selective_op); everything."""
+    """What backward computes again of one layer: nothing; elementwise work and explicit attention (selective; on a CPU experts'
+    products too), every second product with it (selective_op); everything."""
     if recomputation == "full":
         with within("recomputed"):
             return layer_works(spec, shape, hardware, layer, layout, False)
@@ -386,19 +442,26 @@ def recomputed_works(
         works = elementwise(spec, shape, hardware, layer, layout, False)
         if recomputation == "selective_op":
             works += products_again(shape, hardware, layer, layout.tensor)
-        if attends_explicitly(hardware.kind, shape.dtype, shape.sequence_length):
+        elif hardware.kind == "cpu":
+            works += experts_again(shape, hardware, layer)
+        if is_explicit(attention_device(hardware, spec, shape.dtype), shape.dtype, shape.sequence_length):
             works.append(attention_work(spec, shape, hardware, layer.kind, layout.tensor, False))
         return works
     return []
 
 
-def products_again(shape: TrainingShape, hardware: Hardware, layer: RankLayer, tensor: int) -> list[Work]:
-    """The products whose results were not kept (``saved_products``), and those of experts."""
-    of_experts = [
+def experts_again(shape: TrainingShape, hardware: Hardware, layer: RankLayer) -> list[Work]:
+    """The forward products of experts."""
+    return [
         product_forward(p.product, rows_of(shape, p), shape.dtype, hardware, p.calls) for p in layer.products if p.is_expert
     ]
+
+
+def products_again(shape: TrainingShape, hardware: Hardware, layer: RankLayer, tensor: int) -> list[Work]:
+    """The products whose results were not kept (``saved_products``), and those of experts."""
     again = [Matrix("mlp", "again", -(-n // tensor), k) for n, k, is_saved in saved_products(layer.kind) if not is_saved]
-    return of_experts + [product_forward(matrix, shape.tokens_per_pass, shape.dtype, hardware) for matrix in again]
+    of_others = [product_forward(matrix, shape.tokens_per_pass, shape.dtype, hardware) for matrix in again]
+    return experts_again(shape, hardware, layer) + of_others
 
 
 def rows_of(shape: TrainingShape, part: RankProduct) -> int:
@@ -406,14 +469,16 @@ def rows_of(shape: TrainingShape, part: RankProduct) -> int:
     return max(1, round(shape.tokens_per_pass * part.rows_per_token))
 
 
-def training_attention_rate(hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int) -> float:
+def training_attention_rate(
+    hardware: Hardware, dtype: str, mode: str, direction: str, sequence_length: int, attends_on: str
+) -> float:
     """FLOP/s of a training block's attention, counted over the keys that its kernel walks (2 products forward, 5 backward):
     that of a block by itself, or of an eager one where no compiler was there.
 
     Beyond the longest explicit attention a CPU's flash kernel multiplies bf16 as it does fp32, so that rate is taken.
     Datasheets get an assumed share of peak, for the causal half of the keys.
     """
-    if hardware.kind == "cpu" and not attends_explicitly(hardware.kind, dtype, sequence_length):
+    if hardware.kind == "cpu" and attends_on != NATIVE_ATTENTION and not is_explicit(attends_on, dtype, sequence_length):
         dtype = "fp32"
     block = hardware.training.block(dtype, mode, direction) or hardware.training.block(dtype, "eager", direction)
     if block is not None:

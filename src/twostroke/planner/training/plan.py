@@ -11,7 +11,6 @@ from twostroke.core.described import As, LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import inputs, letter, named, within
-from twostroke.core.policy import attends_explicitly
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
@@ -23,7 +22,7 @@ from twostroke.planner.training.checkpointing import Resilience, resilience
 from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
 from twostroke.planner.training.datasheet_rates import peak_type
 from twostroke.planner.training.layout import SINGLE, Layout
-from twostroke.planner.training.memory import FP32, PRECISIONS, snapshot_bytes, state_bytes
+from twostroke.planner.training.memory import FP32, PRECISIONS, attention_device, is_explicit, snapshot_bytes, state_bytes
 from twostroke.planner.training.offload import activations_s, scratch_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import (
@@ -189,12 +188,6 @@ class TrainingPlan:
         source = "one after another; what is hidden is left out"
         return named("step_time_s", compute + self.communication_s + self.bubble_s, "s", source)
 
-    def shared_step_s(self, sharing: int) -> float:
-        """``step_time_s`` where ``sharing`` ranks have a part of one device each: what is computed takes so many times as long,
-        and traffic as long as planned."""
-        waited_s = self.data_s + self.communication_s
-        return waited_s + sharing * (self.step_time_s - waited_s)
-
     @property
     def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:
         """Tokens of one step over all data-parallel ranks."""
@@ -211,20 +204,20 @@ class TrainingPlan:
         self,
     ) -> Annotated[tuple[str, ...], "what of it `twostroke train` does not do; empty where it does all of it"]:
         """What of it ``twostroke train`` does not do, in words; empty where it does all of it."""
-        shape, accelerator = self.shape, self.hardware.accelerator
+        shape, accelerator, layout = self.shape, self.hardware.accelerator, self.layout
         on_disk: tuple[str, ...] = (f"offload to disk on {accelerator}",) if shape.uses_disk and accelerator is not None else ()
-        if shape.uses_disk and (self.layout.n_devices > self.layout.data or self.layout.zero):
+        if shape.uses_disk and (layout.n_devices > layout.data or layout.zero):
             on_disk += ("offload to disk by ranks that share a model",)
         return on_disk + engines.not_trained(
             self.spec, method=shape.method, dtype=shape.dtype, optimizer=shape.optimizer, recomputation=shape.checkpointing,
-            logits=shape.logits, devices=1 if self.layout.is_trained else self.layout.n_devices, accelerator=accelerator,
+            logits=shape.logits, devices=1 if layout.is_trained(self.spec) else layout.n_devices, accelerator=accelerator,
         ) + shape.planned_only  # fmt: skip
 
     @property
     def mfu(self) -> float:
         """Model FLOP a second over the peaks of all devices."""
         dtype = rate_dtype(self.shape, self.hardware)
-        peak = self.hardware.peak(peak_type(dtype)) * self.layout.n_devices
+        peak = self.hardware.peak(peak_type(dtype)) * self.layout.n_whole
         source = f"π: {self.hardware.basis} rate of {dtype} products"
         return named("MFU", self.flops_per_token * self.tok_per_s / peak, "share", source, section="time")
 
@@ -248,7 +241,12 @@ class TrainingPlan:
 
     @property
     def fits(self) -> Annotated[bool, "whether the device that holds most can hold it"]:
-        return self.peak_memory_bytes <= self.hardware.memory_bytes
+        return self.peak_memory_bytes <= self.room_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """Memory that a rank may take: its device's, or its part of it."""
+        return self.hardware.memory_bytes / self.layout.sharing
 
     @property
     def train_time_s(self) -> float | None:
@@ -403,6 +401,8 @@ def plan_training(
         time, disk, offload = through_scratch_files(spec, shape, hardware, layout, time, state, memory)
         update += () if disk is None else (disk,)
     stored = snapshot_bytes(shape.dtype, trained, state) + (FP32 * trained if shape.average else 0.0)
+    if shape.compress_weights != "none":
+        stored += letter("working", PRECISIONS[shape.dtype].working) * trained  # what all ranks compute with
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
         for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
@@ -444,14 +444,14 @@ def plan_training(
         masters_bytes=masters,
         trained_parameters=trained,
         resilience=resilience(
-            stored, hardware.disk_write_bytes_per_s * n_nodes(layout, hardware), layout.n_devices, mtbf_device_hours
+            stored, hardware.disk_write_bytes_per_s * n_nodes(layout, hardware), layout.n_whole, mtbf_device_hours
         ),
         offload=offload,
     )
     if plan.train_time_s is not None:
-        spent = plan.train_time_s if layout.n_devices == 1 else plan.wall_time_s
+        spent = plan.train_time_s if layout.n_whole == 1 else plan.wall_time_s
         assert spent is not None
-        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_devices, watts=plan.watts))
+        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_whole, watts=plan.watts))
     return plan
 
 
@@ -467,7 +467,7 @@ def step_watts(
 
 def n_nodes(layout: Layout, hardware: Hardware) -> int:
     """Nodes that write their part of a checkpoint at once."""
-    return -(-layout.n_devices // (layout.devices_per_node or hardware.devices_per_node))
+    return -(-layout.n_whole // (layout.devices_per_node or hardware.devices_per_node))
 
 
 def flops_per_token(spec: ModelSpec, shape: TrainingShape) -> float:
@@ -489,7 +489,8 @@ def recomputed_flops_per_token(spec: ModelSpec, shape: TrainingShape, hardware: 
     if shape.checkpointing == "full":
         again = 2 * count_parameters(spec).active_matrices + attention
         return named("recomputed_flops_per_token", again, "FLOP", "a second forward; checkpointing full")
-    explicit = attends_explicitly(hardware.kind, shape.compute_dtype, shape.sequence_length)
+    dtype = shape.compute_dtype
+    explicit = is_explicit(attention_device(hardware, spec, dtype), dtype, shape.sequence_length)
     again = attention if shape.checkpointing == "selective" and explicit else 0.0
     return named("recomputed_flops_per_token", again, "FLOP", "explicit attention again; checkpointing selective")
 
@@ -511,11 +512,10 @@ def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
 
 
 def steps_for_budget(
-    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float, layout: Layout = SINGLE, sharing: int = 1
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, budget_s: float, layout: Layout = SINGLE
 ) -> int:
-    """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1.
-    ``sharing`` is as in ``TrainingPlan.shared_step_s``."""
+    """Optimizer steps that fit in ``budget_s`` at the predicted step time: ⌊(budget − start-up) / step time⌋, at least 1."""
     if not budget_s > 0:
         raise ConfigError(f"budget_s={budget_s:g} must be above 0.")
     plan = plan_training(spec, shape, hardware, layout)
-    return max(1, int((budget_s - plan.startup_s) / plan.shared_step_s(sharing)))
+    return max(1, int((budget_s - plan.startup_s) / plan.step_time_s))

@@ -14,7 +14,7 @@ from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
 from twostroke.core.policy import rows_at_once
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
-from twostroke.planner.training.layout import layout_of
+from twostroke.planner.training.layout import replicas_of
 from twostroke.planner.training.memory import PRECISIONS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ selective checkpointing "op", every second product beside it. Our engines do all
 GRADIENT_BITS = (0, 1, 4, 8, 16)
 """1-bit Adam (arXiv 2102.02888), ZeRO++ and SDP4Bit (arXiv 2306.10209, 2410.15526), fp8 and bf16 reductions."""
 
-LOGITS = ("chunked", "whole")
+LOGITS = ("chunked", "listed", "whole")
 OFFLOADS = ("none", "cpu", "disk")
 
 
@@ -51,7 +51,9 @@ class TrainingShape:
     lora_rank: Annotated[int, "rank of adapters"] = 16
     lora_targets: Annotated[tuple[str, ...], "matrices that get one"] = (ALL_LINEAR,)
     checkpointing: Annotated[str, "what backward computes again: none, selective, selective_op or full"] = "none"
-    logits: Annotated[str, "how the loss takes them: chunked or whole"] = "chunked"
+    logits: Annotated[str, "how the loss takes them: chunked, listed (all in the working type, in fp32 a chunk) or whole"] = (
+        "chunked"
+    )
     optimizer_in_backward: Annotated[bool, "each gradient is used and freed as soon as it is there"] = False
     offload_activations: Annotated[str, "where what layers keep for backward waits: none, cpu (host memory) or disk"] = "none"
     offload_optimizer: Annotated[
@@ -61,7 +63,12 @@ class TrainingShape:
     compress: Annotated[str, "how gradients are sent to other replicas: none, bf16, fp16, int8, int4 or powersgd"] = "none"
     compress_rank: Annotated[int, "rank of PowerSGD's factors"] = 4
     residuals: Annotated[bool, "what compression left out is kept in fp32 for the next update"] = False
+    compress_weights: Annotated[
+        str, "how ranks that share out masters send what an update changed of whole weights: none (the weights), int8 or int4"
+    ] = "none"
     outer_every: Annotated[int, "updates that replicas make apart before they exchange them (DiLoCo); 0: none"] = 0
+    outer_fragments: Annotated[int, "parts of the model that are exchanged in turn"] = 1
+    outer_overlap: Annotated[int, "updates during which what is exchanged is under way"] = 0
     sequence_ranks: Annotated[int, "ranks that share each sequence, where a rank is planned", LeftOut] = 1
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
     checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
@@ -170,13 +177,14 @@ class TrainingShape:
         """As ``from_settings``, with the recipe's adapters where it trains any, and a rank's share of a step's micro-batches.
         ``ranks`` are those that run and read different ones; those that ``[parallel]`` asks for if that is None."""
         shape = cls.from_settings(recipe.train, steps)
-        n = layout_of(recipe.parallel).data if ranks is None else ranks
+        n = replicas_of(recipe.parallel) if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
         if (p := recipe.parallel) is not None:
             # In one order gradients of a pass are sent as backward leaves them.
             in_order = p.exact and p.shard > 1 and shape.compute_dtype != "fp32"
             shape = replace(shape, compress=shape.compute_dtype if in_order else p.compress, compress_rank=p.compress_rank)
-            shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every)
+            shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every, compress_weights=p.compress_weights)
+            shape = replace(shape, outer_fragments=p.fragments, outer_overlap=p.outer_overlap)
         if not recipe.trains_adapters:
             return shape
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)

@@ -163,7 +163,8 @@ def _layers_here(n_layers: float) -> float:
 class Held:
     """Parameters of one stage on one rank before ZeRO divides them. ``trained`` and ``frozen_bytes`` are alike on every data
     rank, those of experts on ``Layout.expert_data`` ranks. ``layer`` is the trained parameters of its largest layer, ``ends``
-    those of the head, ``matrix`` those of its largest matrix."""
+    those of the head, ``matrix`` those of its largest matrix. ``outside`` are parameters outside of the blocks, trained or
+    not."""
 
     trained: float
     trained_experts: float
@@ -177,6 +178,7 @@ class Held:
     embedding_bytes: float
     ends: float
     matrix: float
+    outside: float
 
     def trained_of(self, ranks: tuple[int, int]) -> float:
         """Trained parameters of one rank where ``ranks`` share them (``Layout.shared_by``)."""
@@ -241,7 +243,38 @@ def held(
         matrix=max(p.product.weights / len(p.product.parts) for layer in layers for p in layer.products)
         if method == "full"
         else 0.0,
+        outside=ends,
     )
+
+
+def whole_parameters(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> float:
+    """Trained parameters of a stage that tensor parallel leaves whole: norms, routers and other matrices that are not cut,
+    biases of row cuts and positions, or of adapters the factor on the side that is not cut.
+
+    Sinks, which are cut, and correction biases, which have no gradient, are counted with the norms: a few numbers a layer.
+    """
+    layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
+    whole = sum(layer.count * _whole_of(layer, shape.method == "full", shape.lora_rank) for layer in layers)
+    whole = stage.n_layers / spec.n_layers * whole
+    if shape.method == "full":
+        counts = count_parameters(spec)
+        whole += counts.positions + counts.projections if stage.first else 0.0
+        whole += counts.final_norm if stage.last else 0.0
+    return _of_rank("N_whole", whole, "left whole by tensor parallel")
+
+
+def _whole_of(layer: RankLayer, is_full: bool, rank: int) -> float:
+    found = layer.kind.norm_parameters + layer.kind.other_parameters if is_full else 0
+    for part in layer.products:
+        product = part.product
+        biases = product.n if product.bias else 0
+        if product.split == "replicated":
+            found += part.calls * (product.weights + biases) if is_full else part.adapters(rank)
+        elif product.split == "row":
+            found += part.calls * biases if is_full else rank * sum(part.adapter_outputs)
+        elif product.split == "column" and not is_full:
+            found += rank * product.k * len(part.adapter_outputs)
+    return found
 
 
 def _of_rank(symbol: str, parameters: float, source: str) -> float:
@@ -445,9 +478,10 @@ def _at_peak(
     """``terms`` as far as an accelerator holds them at one moment, of three: the loss, with the head and its ``whole_rows``
     gathered; the first layer that backward takes; its end, when activations have gone and gradients are there. The allocator
     reuses what one moment leaves for the next. Gradients stay if several micro-batches or replicas add to them, or if the
-    optimizer reads an fp32 sum.
+    optimizer reads an fp32 sum. Activations that wait in the host's memory are all there during the loss.
     """
     layer = sum(terms.get(name, 0.0) for name in ("recomputed", "gathered", "dequantised"))
+    layer += terms["activations"] if shape.offload_activations == "cpu" else 0.0
     head = part.head_bytes if layout.zero == 3 and stage.last else 0.0
     head += whole_rows if stage.last else 0.0
     loss = largest(terms["loss"] + head - layer, 0.0)

@@ -127,7 +127,7 @@ def _update_ratios(like: TrainingShape, hardware: Hardware) -> dict[tuple[int, i
 def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout) -> Work:
     """The optimizer's update, held to the anchors. What Muon adds to one, and what rounds to bf16, was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
-    work = work.stretched(_slowdown(shape, hardware))
+    work = work.stretched(layout.sharing * _slowdown(shape, hardware))
     part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
     updated = part.trained_of(layout.shared_by(1))
     if shape.offload_optimizer == "cpu":
@@ -144,7 +144,11 @@ def update_ratio(n_updated: float, shape: TrainingShape, hardware: Hardware) -> 
 
 def contended_ratios(shape: TrainingShape, hardware: Hardware) -> AnchorRatios:
     """The same because of what else runs on the machine now."""
-    ratio = _slowdown(shape, hardware)
+    return alike(_slowdown(shape, hardware))
+
+
+def alike(ratio: float) -> AnchorRatios:
+    """``ratio`` on both passes."""
     each = dict.fromkeys(DIRECTIONS, ratio)
     return AS_PLANNED if ratio == 1.0 else AnchorRatios(each, each)
 
@@ -217,6 +221,7 @@ def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout
     shape = rank_shape(replace(shape, dtype=rate_dtype(shape, hardware)), layout)
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
     passes = passes.held_to(learned_ratios(hardware)).held_to(contended_ratios(shape, hardware))
+    passes = passes.held_to(alike(layout.sharing))  # a rank has that part of the cores and of the bandwidth
     whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
     layer_s = passes.layer_s("forward") + passes.layer_s("backward")
     loss_s = sum(total_seconds(works) for works in passes.loss.values())

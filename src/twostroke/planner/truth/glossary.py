@@ -65,6 +65,8 @@ GLOSSARY: dict[str, str] = {
     "β": "bandwidth of the memory or the link that is named, bytes/s",
     "passes": "forward and backward passes of one step",
     "keys": "keys that a training kernel walks for an average query",
+    "bias_passes": "times that an output of a product with a bias is moved once more on a CPU",
+    "routed_passes": "times that a row is moved on its way to an expert and back on a CPU",
     "copies": "keys copied by blocks of queries, over T",
     "chunk": "tokens whose logits are held at once",
     "page": "tokens of one page of the KV cache",

@@ -40,12 +40,13 @@ ENERGY = ("energy_kwh", "energy_per_mtok_kwh")
 
 @dataclass(frozen=True)
 class Planned:
-    """What is expected of a run: values by the ledger's names, the machine that they are for, and what of the plan joins the
-    run's inputs."""
+    """What is expected of a run: values by the ledger's names, the machine that they are for, what of the plan joins the run's
+    inputs, and on how many such machines or devices it runs."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     hardware: Hardware | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    n_devices: int = 1
 
 
 def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned, ledger: Ledger | None = None) -> str:
@@ -109,7 +110,7 @@ class Recording:
     def spent(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Measured energy and money that follow from measured ``values``; nothing without a machine whose price is known."""
         hardware = self.planned.hardware
-        return {} if hardware is None else bill(values, hardware, self.meter.watts)
+        return {} if hardware is None else bill(values, hardware, self.meter.watts, self.planned.n_devices)
 
     def _waited(self) -> dict[str, float]:
         """The share of the run, so far, that its threads lost by waiting for a processor; nothing of a run that was not
@@ -136,8 +137,8 @@ def recording(kind: Kind, subject: str, inputs: Mapping[str, Any], plan: Callabl
     except TwostrokeError as error:
         say(f"no prediction: {error}")
     if planned.hardware is not None:  # at the limit of power, where the plan does not know better
-        values = {**bill(planned.values, planned.hardware, planned.hardware.watts.value), **planned.values}
-        planned = replace(planned, values=values)
+        n, limit = planned.n_devices, planned.hardware.watts.value
+        planned = replace(planned, values={**bill(planned.values, planned.hardware, n * limit, n), **planned.values})
     try:
         return Recording(freeze(kind, subject, inputs, planned), planned, say)
     except (TwostrokeError, OSError) as error:

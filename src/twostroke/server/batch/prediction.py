@@ -26,11 +26,12 @@ from twostroke.server import wire
 from twostroke.server.admission import Admission
 from twostroke.server.batch.lines import BatchInput, Marks
 from twostroke.server.batch.runner import begun
-from twostroke.server.engine_client import EngineClient, TokenStream
+from twostroke.server.engine_client import EngineClient
 from twostroke.server.errors import ApiError
 from twostroke.server.launch import EngineChild
 from twostroke.server.service import Service
 from twostroke.server.text import ModelText
+from twostroke.server.token_stream import TokenStream
 
 MOST_SAMPLED = 200
 """Requests that are read to predict all, evenly spaced: their mean lengths are then known within a few percent."""

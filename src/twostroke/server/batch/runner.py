@@ -16,7 +16,8 @@ from twostroke.server.batch.lines import BatchInput, Marks, Request
 from twostroke.server.callers import NOBODY, Caller
 from twostroke.server.errors import ApiError, bad_request, encode_error
 from twostroke.server.gate import MAX_BODY_BYTES, too_large
-from twostroke.server.service import Generation, Service
+from twostroke.server.generation import Generation
+from twostroke.server.service import Service
 from twostroke.server.tool_answers import chat_answer
 
 SYNC_S = 1.0
