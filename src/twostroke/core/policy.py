@@ -103,6 +103,18 @@ def fits_native_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool
     return device_kind == "cpu" and dtype == "bf16" and computed
 
 
+FLASH_HEAD_MULTIPLE, FLASH_MOST_HEAD_DIM = 8, 256
+"""What torch's flash kernel for sequences of various lengths takes of head dimensions."""
+
+
+def fits_flash_attention(device_kind: str, dtype: str, spec: ModelSpec) -> bool:
+    """Whether torch's flash kernel on a GPU computes the attention of ``spec`` over packed documents. It is taken then, because
+    under a mask torch takes a kernel that computes both halves of the square and reads the mask as well."""
+    computed = spec.head_dim % FLASH_HEAD_MULTIPLE == 0 and spec.head_dim <= FLASH_MOST_HEAD_DIM and spec.dropout == 0
+    on_gpu = device_kind in ("cuda", "gpu") and dtype in ("bf16", "fp16")
+    return on_gpu and computed and spec.mla is None and not is_beyond_sdpa(spec)
+
+
 LEAST_EXPERT_ROWS = 16
 """Rows of an expert's product at least: fewer are not computed faster, because a register block has as many."""
 

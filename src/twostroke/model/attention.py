@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from twostroke.core import policy
 from twostroke.core.matrices import attention_matrices, head_norms
 from twostroke.core.spec import ModelSpec
-from twostroke.kernels import training_attention
+from twostroke.kernels import flash_attention, training_attention
 from twostroke.kernels.dropout import dropout
 from twostroke.model.norm import RMSNorm, norm_offset
 from twostroke.model.rope import by_halves, rotate, turned_by_halves
@@ -47,6 +47,38 @@ def attends_natively(device: torch.device, dtype: torch.dtype, spec: ModelSpec, 
     """Whether training's attention is the native library's, which is faster than torch's for the shapes that it supports."""
     fits = policy.fits_native_attention(device.type, _name(dtype), spec)
     return training and fits and training_attention.is_available()
+
+
+class Packed(NamedTuple):
+    """What flash attention knows of packed documents in a mask's place: ``flash_attention.document_starts`` and the window."""
+
+    starts: Int[Tensor, " starts"]
+    window: int | None
+
+
+def attends_by_flash(device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> bool:
+    """Whether attention over packed documents is the flash kernel's on a GPU."""
+    return policy.fits_flash_attention(device.type, _name(dtype), spec) and flash_attention.is_available(device)
+
+
+def masks_of(
+    spec: ModelSpec,
+    documents: Int[Tensor, "B T"] | None,
+    n_rows: int,
+    n_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    training: bool,
+) -> dict[int | None, Tensor | Packed | None]:
+    """For each window of ``spec``'s layers what its blocks are told; built once a forward pass."""
+    windows = {spec.window_of_layer(i) for i in range(spec.n_layers)}
+    if attends_natively(device, dtype, spec, training):
+        return {w: first_visible(n_tokens, w, documents, n_rows, device) for w in windows}
+    if documents is not None and attends_by_flash(device, dtype, spec):
+        starts = flash_attention.document_starts(documents)
+        return {w: Packed(starts, None if w is None or w >= n_tokens else w) for w in windows}
+    explicit = must_be_explicit(spec, device, dtype, n_tokens, training)
+    return {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in windows}
 
 
 def first_visible(
@@ -166,9 +198,9 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
-        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | Packed | None,
     ) -> Float[Tensor, "B T E"]:
-        """An integer ``mask`` is that of ``first_visible`` and selects native attention."""
+        """An integer ``mask`` is that of ``first_visible`` and selects native attention, ``Packed`` a GPU's."""
         out: Tensor = self.out(self.mixed(x, rope, mask))
         return out
 
@@ -176,13 +208,13 @@ class Attention(nn.Module):
         self,
         x: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
-        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | Packed | None,
     ) -> Float[Tensor, "B T HD"]:
         """All heads' weighted values, which the output projection reads."""
         n_rows, n_tokens, _ = x.shape
         qkv = self.qkv(x).view(n_rows, n_tokens, self.n_heads + 2 * self.n_kv_heads, self.head_dim)
         reordered = rope is not None and not turned_by_halves(self.spec)
-        first = mask if mask is not None and mask.dtype == torch.int32 else None
+        first = mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
         if first is not None and not reordered and self.q_norm is None:
             return self._natively(qkv, first, rope)
         q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=2)  # (B, T, H | K | K, D)
@@ -194,6 +226,8 @@ class Attention(nn.Module):
             return self._natively(torch.cat((q, k, v), dim=2), first, rope)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if isinstance(mask, Packed):
+            return flash_attention.flash_attention(q, k, v, mask.starts, self.scale, mask.window).flatten(2)
         weighted_values = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return weighted_values.transpose(1, 2).reshape(n_rows, n_tokens, self.n_heads * self.head_dim)
 

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from twostroke.core.errors import InputError
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.dropout import dropout
-from twostroke.model.attention import (
-    Attention,
-    attends_natively,
-    attention_mask,
-    compute_dtype,
-    first_visible,
-    must_be_explicit,
-)
+from twostroke.model.attention import Attention, Packed, compute_dtype, masks_of
 from twostroke.model.experts import ExpertsMlp
 from twostroke.model.initialise import initialise
 from twostroke.model.latent_attention import LatentAttention
@@ -78,14 +71,14 @@ class Block(nn.Module):
         self,
         residual: Float[Tensor, "B T E"],
         rope: tuple[Tensor, Tensor] | None,
-        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | None,
+        mask: Float[Tensor, "#B 1 T S"] | Int[Tensor, "B T"] | Packed | None,
     ) -> Float[Tensor, "B T E"]:
         # Without gradients nothing is kept for backward, so nothing is recomputed.
         if self.recompute is None or not torch.is_grad_enabled():
             return self._compute(residual, rope, mask)
         return self.recompute(self._compute, residual, rope, mask)
 
-    def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def _compute(self, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | Packed | None) -> Tensor:
         if (biases := self._joint_biases()) is not None:
             return self._with_joint_bias(*biases, residual, rope, mask)
         if self.mlp_norm is None:  # both branches read one norm
@@ -106,7 +99,12 @@ class Block(nn.Module):
         return (out, down) if all(m.bias is not None and m.bias.requires_grad for m in (out, down)) else None
 
     def _with_joint_bias(
-        self, out: nn.Linear, down: nn.Linear, residual: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self,
+        out: nn.Linear,
+        down: nn.Linear,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | Packed | None,
     ) -> Tensor:
         """Both branches with their biases added up first, because both biases have one gradient. Of two sums of one tensor,
         torch 2.13's compiler makes a kernel for CPUs that declares one name twice, and the run goes on uncompiled."""
@@ -229,18 +227,10 @@ class Decoder(nn.Module):
         """The residual stream after the blocks of ``layers``, which follow those that made it."""
         n_rows, n_tokens, spec = len(residual), positions.shape[1], self.spec  # tensor parallel cuts the residual stream
         ropes = tables_by_layer(spec, positions)
-        # Layers with the same window share one mask, which is built once a forward pass.
-        windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
         dtype = compute_dtype(residual.device, residual.dtype)
-        masks: dict[int | None, Tensor | None]
-        device = residual.device
-        if attends_natively(device, dtype, spec, self.training):
-            masks = {w: first_visible(n_tokens, w, documents, n_rows, device) for w in set(windows)}
-        else:
-            explicit = must_be_explicit(spec, device, dtype, n_tokens, self.training)
-            masks = {w: attention_mask(n_tokens, w, documents, device, dtype, explicit) for w in set(windows)}
+        masks = masks_of(spec, documents, n_rows, n_tokens, residual.device, dtype, self.training)
         for i in layers:
-            after = self.blocks[i](residual, ropes[i], masks[windows[i]])
+            after = self.blocks[i](residual, ropes[i], masks[spec.window_of_layer(i)])
             residual = after if self.after_block is None else self.after_block(i, residual, after)
         return residual
 

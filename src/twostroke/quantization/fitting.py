@@ -32,7 +32,7 @@ from twostroke.kernels.codes import Codes, quantize
 from twostroke.kernels.features import has_packed_linear
 from twostroke.kernels.int4 import group_scales, round_to_groups
 from twostroke.kernels.matrix import quantize_rows
-from twostroke.model.attention import attention_mask, must_be_explicit
+from twostroke.model.attention import masks_of
 from twostroke.model.rope import tables_by_layer
 from twostroke.planner.work.params import count_parameters
 from twostroke.quantization.awq import Fold, fold_scales, folds, search_scales, shared
@@ -394,11 +394,8 @@ class _Walk:
         self.decoder, spec = decoder, decoder.spec
         self.positions = torch.arange(n_tokens)[None]
         self.ropes = tables_by_layer(spec, self.positions)
-        windows = [spec.window_of_layer(i) for i in range(spec.n_layers)]
-        device, dtype = torch.device("cpu"), torch.float32
-        explicit = must_be_explicit(spec, device, dtype, n_tokens, training=False)
-        masks = {w: attention_mask(n_tokens, w, None, device, dtype, explicit) for w in set(windows)}
-        self.masks = [masks[w] for w in windows]
+        masks = masks_of(spec, None, self.ROWS, n_tokens, torch.device("cpu"), torch.float32, training=False)
+        self.masks = [masks[spec.window_of_layer(i)] for i in range(spec.n_layers)]
         self.in_bf16 = count_parameters(spec).total > LARGE_PARAMETERS and has_packed_linear(torch.bfloat16)
 
     def embed(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:

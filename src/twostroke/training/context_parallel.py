@@ -23,7 +23,7 @@ from twostroke.core.parallel_recipe import divisors
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
-from twostroke.model.attention import Attention
+from twostroke.model.attention import Attention, Packed
 from twostroke.model.decoder import Decoder
 from twostroke.training.ranks import SENT, Ranks
 
@@ -218,7 +218,7 @@ def _attend_round(attention: Attention, ring: Ring, window: int | None) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return round_ranks(q, k, v) if ring.is_cut else alone(q, k, v, mask)
 
-    def mixed(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def mixed(x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | Packed | None) -> Tensor:
         return plain(x, rope, None if ring.is_cut else mask)  # the mask is of a rank's tokens alone
 
     attention.attend, attention.mixed = attend, mixed  # type: ignore[method-assign]
