@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 class Engine:
     def __init__(self, job: dict[str, Any]) -> None:
+        self._device = job["device"]
         self._batches = PeerBatches(job["batches"])
         options = job["options"]
         self._pure = options.get("dtype") == "bf16"
@@ -28,8 +29,8 @@ class Engine:
                 bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=torch.bfloat16,
             )
-            quantised["device_map"] = "cpu"
-        model = AutoModelForCausalLM.from_pretrained(job["weights"], dtype=dtype, **quantised)
+            quantised["device_map"] = self._device
+        model = AutoModelForCausalLM.from_pretrained(job["weights"], dtype=dtype, **quantised).to(self._device)
         if method:
             from peft import LoraConfig, get_peft_model
 
@@ -43,8 +44,8 @@ class Engine:
         self._model = torch.compile(model) if options.get("compile") else model
 
     def step(self, index: int) -> float:
-        ids, mask, labels = self._batches[index]
-        context = contextlib.nullcontext() if self._pure else torch.autocast("cpu", torch.bfloat16)
+        ids, mask, labels = (None if t is None else t.to(self._device) for t in self._batches[index])
+        context = contextlib.nullcontext() if self._pure else torch.autocast(self._device, torch.bfloat16)
         with context:
             loss = self._model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()

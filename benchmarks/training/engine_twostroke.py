@@ -33,7 +33,7 @@ class Engine:
             batch_size=self._batches[0].tokens.shape[0],
             sequence_length=self._batches[0].tokens.shape[1],
         )
-        device = torch.device("cpu")
+        device = torch.device(job["device"])
         method = job["options"].get("method")
         if method is None:
             decoder = load_model(job["weights"], "fp32", device)

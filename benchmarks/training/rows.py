@@ -28,6 +28,8 @@ SIZES = {
     "12M-V32k": Size(6, 6, 1024, 32000, 16),  # 22.8M parameters
     "50M": Size(10, 8, 1408, 32000, 8),
     "125M": Size(12, 12, 2560, 32000, 4),
+    "125M-wide-batch": Size(12, 12, 2560, 32000, 32, 1024),
+    "1.2B": Size(22, 32, 5632, 32000, 8, 2048),
 }
 
 
@@ -55,6 +57,7 @@ ENGINES = {
     "peft QLoRA": Engine("engine_transformers", {"method": "qlora"}, venv="bitsandbytes"),
 }
 
+ON_GPU = ("twostroke", "transformers", "transformers compiled")
 TURNED = ("twostroke", "transformers", "transformers compiled", "litgpt compiled")
 
 
@@ -69,6 +72,7 @@ class Group:
     rounds: int = 7
     warm_up: int = 3
     kind: str = "speed"  # or "loss": every step's loss is compared
+    device: str = "cpu"  # or "cuda": a row of machines with a GPU
 
 
 GROUPS = {
@@ -91,11 +95,21 @@ GROUPS = {
     ),
 }
 
+GPU_GROUPS = {
+    "gpu-12M-fixed": Group("12M", ON_GPU, burst=10, device="cuda"),
+    "gpu-125M-fixed": Group("125M-wide-batch", ON_GPU, burst=5, device="cuda"),
+    "gpu-125M-packed": Group("125M-wide-batch", ON_GPU, "packed", burst=5, warm_up=6, device="cuda"),
+    "gpu-1.2B-fixed": Group("1.2B", ON_GPU, burst=2, device="cuda"),
+    "gpu-1.2B-packed": Group("1.2B", ON_GPU, "packed", burst=2, warm_up=6, device="cuda"),
+    "gpu-lora": Group("1.2B", ("twostroke LoRA", "peft LoRA", "twostroke QLoRA"), burst=2, device="cuda"),
+}
+GROUPS |= GPU_GROUPS
+
 COMMANDS = ("startup", "resume")
 """Rows that time the package's own command; ``startup`` takes a size: ``startup-12M``."""
 
 STARTUP_SIZES = ("12M", "50M", "125M")
 
-EVERY = (*GROUPS, *(f"startup-{size}" for size in STARTUP_SIZES), "resume")
+EVERY = (*(name for name in GROUPS if name not in GPU_GROUPS), *(f"startup-{size}" for size in STARTUP_SIZES), "resume")
 QUICK = ("12M-fixed", "12M-packed", "memory-V32k", "50M-fixed", "lora", "loss", "startup-12M")
 """Every kind of row once, in about twelve minutes on two cores."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 
 from commands import resume_cost, startup  # noqa: E402
 from peers import python_of  # noqa: E402
-from rows import ENGINES, EVERY, GROUPS, QUICK, SIZES, Group, Size  # noqa: E402
+from rows import ENGINES, EVERY, GPU_GROUPS, GROUPS, QUICK, SIZES, Group, Size  # noqa: E402
 from summary import summary  # noqa: E402
 
 THREADS = 2
@@ -48,6 +48,7 @@ class Process:
             "learning_rate": LEARNING_RATE,
             "warm_up": group.warm_up,
             "threads": THREADS,
+            "device": group.device,
         }
         self._log = (folder / f"{name.replace(' ', '-')}.log").open("w+", encoding="utf-8")
         command = [python_of(engine.venv, folder), str(HERE / "worker.py"), json.dumps(job)]
@@ -115,21 +116,18 @@ def batches_of(size: Size, group: Group, folder: Path) -> Path:
 def run_group(
     name: str, group: Group, folder: Path, environment: dict[str, str], names: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """All engines of a group: started and warmed up one after another, then in turn. One that fails is a row that says why."""
+    """All engines of a group: started and warmed up, then in turn. One that fails is a row that says why. Warm-ups follow one
+    another on a CPU; on a GPU they go on together, because compiling is most of them and a processor's work."""
     records: dict[str, dict[str, Any]] = {}
     running: list[Process] = []
     try:
         for engine in names:
             records[engine] = {"row": name, "engine": engine, "group": dataclasses.asdict(group), "size": group.size}
-            process = Process(engine, group, folder, environment)
-            running.append(process)
-            try:
-                records[engine] |= process.reply() | {"step_time_s": [], "loss": [], "tokens": [], "waited_s": []}
-            except RuntimeError as error:
-                records[engine]["failed"] = str(error)[-600:]
-                running.remove(process)
-                process.__exit__()
-            print(f"  {engine}: warm", file=sys.stderr, flush=True)
+            running.append(Process(engine, group, folder, environment))
+            if group.device == "cpu":
+                _warmed(running, running[-1], records[engine])
+        for process in [*running] if group.device != "cpu" else ():
+            _warmed(running, process, records[process.name])
         for _ in range(group.rounds):
             for process in running:
                 taken = process.ask(group.burst)
@@ -143,10 +141,21 @@ def run_group(
     return list(records.values())
 
 
+def _warmed(running: list[Process], process: Process, record: dict[str, Any]) -> None:
+    """Wait until ``process`` has warmed up. One that fails is no longer ``running``, and its ``record`` says why."""
+    try:
+        record |= process.reply() | {"step_time_s": [], "loss": [], "tokens": [], "waited_s": []}
+    except RuntimeError as error:
+        record["failed"] = str(error)[-600:]
+        running.remove(process)
+        process.__exit__()
+    print(f"  {process.name}: warm", file=sys.stderr, flush=True)
+
+
 def _merged(raw: Path) -> list[dict[str, Any]]:
     """The last record of every row and engine, in the order of the rows."""
     last = {(r["row"], r["engine"]): r for r in map(json.loads, raw.read_text(encoding="utf-8").splitlines())}
-    order = list(EVERY)
+    order = [*EVERY, *GPU_GROUPS]
     return sorted(last.values(), key=lambda record: order.index(record["row"]))
 
 
@@ -168,18 +177,26 @@ def _versions(machine: str) -> dict[str, Any]:
 
 
 def _machine() -> str:
+    from twostroke.core.profile import read_fingerprint
+
+    gpus = "".join(f", {name}" for name in read_fingerprint().gpus)
+    return f"{_processor()}{gpus}"
+
+
+def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return f"{os.cpu_count()} × {line.partition(':')[2].strip()}"
     return platform.processor()
 
 
-def product_rate() -> float:
-    """FLOP/s of the best of five 4096³ bf16 products: what a share of the machine's rate is a share of."""
+def product_rate(device: str) -> float:
+    """FLOP/s of the best of five 4096³ bf16 products: what a share of the device's rate is a share of."""
+    wait = "torch.cuda.synchronize()" if device == "cuda" else "pass"
     code = (
         f"import torch, time; torch.set_num_threads({THREADS})\n"
-        "a, b = (torch.randn(4096, 4096).bfloat16() for _ in 'ab'); a @ b\n"
-        "t = []\nfor _ in range(5):\n s = time.perf_counter(); a @ b; t.append(time.perf_counter() - s)\n"
+        f"a, b = (torch.randn(4096, 4096).bfloat16().to('{device}') for _ in 'ab'); a @ b; {wait}\n"
+        f"t = []\nfor _ in range(5):\n s = time.perf_counter(); a @ b; {wait}; t.append(time.perf_counter() - s)\n"
         "print(2 * 4096**3 / min(t))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -199,11 +216,11 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help="Rows to run; all where none is named.")
     arguments = parser.parse_args()
     if arguments.list or arguments.out is None or arguments.work is None:
-        print("\n".join(EVERY))
+        print("\n".join((*EVERY, *GPU_GROUPS)))
         return
-    unknown = set(arguments.rows) - set(EVERY)
+    unknown = set(arguments.rows) - {*EVERY, *GPU_GROUPS}
     if unknown:
-        raise SystemExit(f"{sorted(unknown)[0]!r} is no row. Use some of {', '.join(EVERY)}.")
+        raise SystemExit(f"{sorted(unknown)[0]!r} is no row. Use some of {', '.join((*EVERY, *GPU_GROUPS))}.")
     out, folder = arguments.out.resolve(), arguments.work.resolve()
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +235,7 @@ def main() -> None:
     (out / "versions.json").write_text(json.dumps(_versions(_machine()), indent=1) + "\n", encoding="utf-8")
     for row in arguments.rows or (QUICK if arguments.quick else EVERY):
         print(f"{row} …", file=sys.stderr, flush=True)
-        rate = product_rate()
+        rate = product_rate(GROUPS[row].device if row in GROUPS else "cpu")
         if row in GROUPS:
             wanted = tuple(e for e in GROUPS[row].engines if not arguments.engine or e in arguments.engine)
             records = run_group(row, GROUPS[row], folder, environment, wanted)

@@ -49,7 +49,7 @@ def _speed_table(name: str, records: list[dict[str, Any]]) -> list[str]:
         net, own_net = peak - record["baseline_bytes"], mine["peak_bytes"] - mine["baseline_bytes"]
         kept = clean_steps(record)
         lines.append(
-            f"| {record['engine']} | {rate:,.0f} | {statistics.median(record['step_time_s'][i] for i in kept):.3f} "
+            f"| {record['engine']} | {rate:,.0f} | {statistics.median(record['step_time_s'][i] for i in kept):.4f} "
             f"| {tok_per_s(mine) / rate:.2f}× | {record['first_step_s']:.1f} | {peak / GB:.2f} | {net / GB:.2f} "
             f"| {mine['peak_bytes'] / peak:.0%} ({own_net / net:.0%}) | {len(kept)} of {len(record['step_time_s'])} |"
         )

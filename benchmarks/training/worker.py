@@ -64,7 +64,11 @@ def main() -> None:
         once = _take(engine, i, 1, n_batches)
         first_step_s = first_step_s or time.time() - began
         warm["step_time_s"] += once["step_time_s"]
-    if job["warm_up"]:
+    on_gpu = job["device"] == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        baseline = 0
+    elif job["warm_up"]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of steady steps, not of compiling
     _say({"ready": True, "first_step_s": first_step_s, "warm_up_step_time_s": warm["step_time_s"]})
     done = job["warm_up"]
@@ -74,7 +78,7 @@ def main() -> None:
             break
         _say(_take(engine, done, n_steps, n_batches))
         done += n_steps
-    peak = _status_bytes("VmHWM:")
+    peak = torch.cuda.max_memory_allocated() if on_gpu else _status_bytes("VmHWM:")
     _say({"peak_bytes": peak, "baseline_bytes": baseline, "torch": torch.__version__, "pid": os.getpid()})
 
 

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from twostroke.calibration.first_uses import measure_first_uses
 from twostroke.calibration.http_rates import measure_http
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, WARM_UP_STEPS, AnchorSteps, Kind, Repeated
+from twostroke.calibration.training_steps import WARM_UP_STEPS, AnchorSteps, Kind, Repeated, kinds_on
 from twostroke.core.contention import LOOK_S
 from twostroke.core.rates import Contended
 
-KINDS: dict[str, Kind] = {"compiled": COMPILED[0], "adapters": COMPILED[-1], "eager": EAGER[0]}
+_COMPILED, _EAGER = kinds_on("cpu")
+KINDS: dict[str, Kind] = {"compiled": _COMPILED[0], "adapters": _COMPILED[-1], "eager": _EAGER[0]}
 LEAST_STEPS, SECONDS = 4, 1.0
 ROUNDS = 1
 """Of what starts processes: a program that never pauses disturbs each round alike."""

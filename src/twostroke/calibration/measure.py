@@ -41,7 +41,7 @@ from twostroke.calibration.products import (
 )
 from twostroke.calibration.thread_limits import measure_thread_limits
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.training_steps import COMPILED, EAGER, AnchorSteps, in_a_new_process, means
+from twostroke.calibration.training_steps import AnchorSteps, in_a_new_process, kinds_on, means
 from twostroke.calibration.transformer import (
     BlockSize,
     empty_compile_cache,
@@ -109,6 +109,9 @@ class Extent:
     fresh_process: bool = True
     whole_steps: bool = True
 
+
+ON_GPU = Extent(block=BlockSize(heads=32, d_ff=5632, tokens=16384, eager_tokens=8192, short=512, long=2048, vocab_size=32000))
+"""A GPU's: a block of the processor's size would measure how fast the processor launches it."""
 
 SMALL = Extent(
     effort=0.02,
@@ -189,8 +192,8 @@ def calibrate(
     work only ever adds time. Rates are for all threads that torch uses.
     Raises ConfigError for a ``device`` that is not there.
     """
-    extent = extent or Extent()
     device = pick_device(device)
+    extent = extent or (ON_GPU if device == "cuda" else Extent())
     if device != SERVING_DEVICE and only != "train":
         raise ConfigError(f"serving does not compute on device={device!r}. Measure training there: only='train'.")
     n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
@@ -328,7 +331,8 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
     compile_s = compiler_start_s = None
     tell(0.0, "compiler")
     is_compiled = extent.compile and start_compiler(clock.device)
-    kinds = (*(COMPILED if is_compiled else ()), *EAGER) if extent.whole_steps else ()
+    compiled, eager = kinds_on(clock.device)
+    kinds = (*(compiled if is_compiled else ()), *eager) if extent.whole_steps else ()
     moments: list[list[TrainingStep]] = []
 
     def take(begin: float, end: float) -> None:
@@ -354,9 +358,11 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
     tell(0.75, "memory of new processes")
     if is_compiled and moments[0]:
         compile_s = max(moments[0][0].first_step_s - moments[0][0].seconds, 1e-3)
-        moments[0], compiler_start_s = in_a_new_process(moments[0], COMPILED[0], clock.device)
-        moments[0], _ = in_a_new_process(moments[0], COMPILED[-1], clock.device)
-    moments[0], _ = in_a_new_process(moments[0], EAGER[0], clock.device)
+        moments[0], compiler_start_s = in_a_new_process(moments[0], compiled[0], clock.device)
+    if clock.device == "cpu":  # a GPU's memory holds nothing of the process
+        if is_compiled and moments[0]:
+            moments[0], _ = in_a_new_process(moments[0], compiled[-1], clock.device)
+        moments[0], _ = in_a_new_process(moments[0], eager[0], clock.device)
     take(0.9, 1.0)
     return replace(
         rates,

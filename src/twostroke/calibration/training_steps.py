@@ -32,10 +32,10 @@ from twostroke.planner.hardware.anchors import (
     ADAPTER_ANCHOR,
     ADAPTER_DROPOUT,
     ADAPTER_RANK,
-    COMPILED_ANCHORS,
-    EAGER_ANCHORS,
+    LAUNCH_ANCHOR,
     VOCABULARY,
     TrainingAnchor,
+    training_anchors,
 )
 from twostroke.training.clock import StepClock
 from twostroke.training.memory import peak_memory_bytes, reset_peak
@@ -96,8 +96,17 @@ class Kind(NamedTuple):
         return f"{self.mode} steps of width {self.anchor.width} in {self.dtype}{adapters}"
 
 
-COMPILED = (*(Kind(a, "bf16", "compiled") for a in COMPILED_ANCHORS), Kind(ADAPTER_ANCHOR, "bf16", "compiled", "lora"))
-EAGER = tuple(Kind(EAGER_ANCHORS[0], dtype, "eager") for dtype in ("bf16", "fp32"))
+def kinds_on(device: str) -> tuple[list[Kind], list[Kind]]:
+    """(compiled, eager) kinds that are measured on "cpu" or "cuda"."""
+    kind = "gpu" if device == "cuda" else "cpu"
+    compiled = [Kind(anchor, "bf16", "compiled") for anchor in training_anchors("compiled", kind)]
+    eager = [Kind(anchor, dtype, "eager") for anchor in training_anchors("eager", kind) for dtype in ("bf16", "fp32")]
+    if kind == "gpu":
+        launched: tuple[Mode, ...] = ("compiled", "eager")
+        compiled, eager = (
+            [Kind(LAUNCH_ANCHOR, "bf16", mode), *kinds] for mode, kinds in zip(launched, (compiled, eager), strict=True)
+        )
+    return [*compiled, Kind(ADAPTER_ANCHOR, "bf16", "compiled", "lora")], eager
 
 
 def means(moments: Iterable[Iterable[TrainingStep]]) -> list[TrainingStep]:

@@ -145,7 +145,7 @@ def test_terms_of_a_machine_with_measured_whole_steps_give_the_plan() -> None:
     """Layers and what surrounds them take what their parts say times a ratio each, from calibrated steps of two depths."""
     steps = tuple(
         TrainingStep(anchor.width, n, "bf16", "compiled", *((0.3 + n) * seconds for seconds in (0.1, 0.2, 0.07, 1.0)))
-        for anchor in training_anchors("compiled")
+        for anchor in training_anchors("compiled", "cpu")
         for n in (anchor.shallow, anchor.deep)
     )
     plan = plan_training(small_llama(), TrainingShape(steps=3), machine(training=TrainingRates(steps=steps)))

@@ -52,7 +52,7 @@ def ratio_at(ratios: Ratios, width: float, rows: float) -> float:
 # -- models that are run -------------------------------------------------------------------------------------------------
 
 HEAD_DIM = 64
-D_FF = {128: 384, 256: 704, 768: 2048}
+D_FF = {128: 384, 256: 704, 768: 2048, 2048: 5632}
 """Width → feed-forward width of the models that are run."""
 
 MAX_POSITIONS = 2048
@@ -92,8 +92,20 @@ EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 
 
-def training_anchors(mode: str) -> tuple[TrainingAnchor, ...]:
-    """Those that are measured "compiled" (in bf16) or "eager"."""
+LAUNCH_ANCHOR = TrainingAnchor(128, 2, 6, 1, 128)
+"""So few tokens that a GPU waits for the processor that launches its operations: what a step takes at least there."""
+
+GPU_ANCHORS: dict[str, tuple[TrainingAnchor, ...]] = {
+    "compiled": (TrainingAnchor(256, 2, 6, 64), TrainingAnchor(768, 1, 3, 32), TrainingAnchor(2048, 1, 3, 16)),
+    "eager": (TrainingAnchor(768, 1, 3, 16),),
+}
+"""Of a GPU, with tokens enough to fill it: 65,536, 32,768 and 16,384 a step."""
+
+
+def training_anchors(mode: str, kind: str) -> tuple[TrainingAnchor, ...]:
+    """Those that are measured "compiled" (in bf16) or "eager" on a "cpu" or a "gpu", beside its ``LAUNCH_ANCHOR``."""
+    if kind == "gpu":
+        return GPU_ANCHORS[mode]
     return COMPILED_ANCHORS if mode == "compiled" else EAGER_ANCHORS
 
 

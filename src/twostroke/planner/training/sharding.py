@@ -592,7 +592,7 @@ def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float
     if hardware.kind == "gpu":
         return 0.0
     resident, kept = hardware.process.resident_bytes, 0.0
-    plain = training_anchors(shape.mode)[0], "full"
+    plain = training_anchors(shape.mode, hardware.kind)[0], "full"
     adapted = ((ADAPTER_ANCHOR, "lora"),) if shape.mode == "compiled" and shape.targets else ()
     for (anchor, method), dtype in itertools.product((*adapted, plain), (shape.compute_dtype, "bf16")):
         steps = (hardware.training.step(anchor.width, n, dtype, shape.mode, method) for n in (anchor.shallow, anchor.deep))

@@ -87,7 +87,7 @@ def anchor_ratios(spec: ModelSpec, shape: TrainingShape, hardware: Hardware) -> 
 
 def _measured_steps(like: TrainingShape, hardware: Hardware) -> Iterator[tuple[TrainingAnchor, TrainingStep, TrainingStep]]:
     """(anchor, its shallow step, its deep step) of those that were measured, in the type and mode of ``like``, else in bf16."""
-    for anchor in training_anchors(like.mode):
+    for anchor in training_anchors(like.mode, hardware.kind):
         for dtype in (rate_dtype(like, hardware), "bf16"):
             shallow, deep = (hardware.training.step(anchor.width, n, dtype, like.mode) for n in (anchor.shallow, anchor.deep))
             if shallow is not None and deep is not None:
