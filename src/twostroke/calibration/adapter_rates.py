@@ -19,13 +19,13 @@ def with_fitted_adapters(profile: MachineProfile) -> MachineProfile:
     """``profile`` with the seconds of one adapter forward, backward and in the update, and of compiling a block with adapters;
     as it is where no step of adapters was measured."""
     anchor, rates = ADAPTER_ANCHOR, profile.training
-    steps = [rates.step(anchor.width, n, "bf16", "compiled", "lora") for n in (anchor.shallow, anchor.deep)]
-    shallow, deep = steps
+    mixed = next((step.dtype for step in rates.steps if step.method == "lora"), "bf16")
+    shallow, deep = (rates.step(anchor.width, n, mixed, "compiled", "lora") for n in (anchor.shallow, anchor.deep))
     if shallow is None or deep is None:
         return profile
     plain = replace(rates, adapter_forward_s=None, adapter_backward_s=None, adapter_update_s=None)
     hardware, spec = hardware_from_profile(replace(profile, training=plain)), anchor.spec(anchor.deep)
-    shape = TrainingShape(anchor.batch_size, anchor.sequence_length, method="lora", lora_rank=ADAPTER_RANK)
+    shape = TrainingShape(anchor.batch_size, anchor.sequence_length, dtype=mixed, method="lora", lora_rank=ADAPTER_RANK)
     planned, ratios = passes_of(spec, shape, hardware, SINGLE), anchor_ratios(spec, shape, hardware)
     n_adapters = sum(len(p.adapter_outputs) * p.calls for p in rank_layers(spec, 1, 1, shape.targets)[0].products)
     forward_s, backward_s = (

@@ -51,6 +51,7 @@ from twostroke.calibration.transformer import (
     measure_nf4,
     measure_optimizers,
     measure_setup,
+    mixed_type,
     start_compiler,
 )
 from twostroke.core.contention import recently, whole
@@ -70,6 +71,7 @@ from twostroke.core.rates import (
     Conditions,
     Contended,
     Engine,
+    Mode,
     NativeRates,
     Process,
     TrainingRates,
@@ -344,12 +346,13 @@ def _measure_training(clock: Clock, extent: Extent, rates: TrainingRates, steps:
 
     take(0.1, 0.45)
     blocks: list[BlockRates] = []
-    for i, (dtype, mode) in enumerate(
-        (*((("bf16", "compiled"),) if is_compiled else ()), ("bf16", "eager"), ("fp32", "eager"))
-    ):
+    mixed = mixed_type(clock.device)
+    blocks_of: list[tuple[str, Mode]] = [(mixed, "compiled")] if is_compiled else []
+    blocks_of += [(dtype, "eager") for dtype in dict.fromkeys((mixed, "fp32"))]
+    for i, (dtype, mode) in enumerate(blocks_of):
         tell(0.45 + 0.05 * i, f"one transformer block, {dtype} {mode}")
         blocks += measure_block(clock, extent.block, dtype, mode)
-    if clock.device == "cpu":
+    if clock.device == "cpu" and mixed == "bf16":
         blocks += half_blocks(clock, extent.block, blocks)
     take(0.6, 0.7)
     tell(0.7, "loss")
@@ -404,14 +407,15 @@ def _measure_products(
     """What training computes, and ``engine``'s schemes of torch's."""
     points: list[MatmulPoint] = []
     peaks: dict[str, float] = {}
-    training = extent.training_schemes
+    mixed = mixed_type(clock.device)
+    training = [scheme for scheme in extent.training_schemes if scheme in (mixed, "fp32")]
     plan = [
         (s, n, k, extent.training_rows)
         for s in training
         for n, k in (*extent.small_classes, *extent.classes, *extent.deep_classes)
     ]
     plan += [(s, n, k, extent.engine_rows) for s in engine for n, k in extent.classes]
-    if clock.device == "cpu":
+    if clock.device == "cpu" and mixed == "bf16":
         plan += [(layout, n, k, FP16_ROWS) for layout in FP16_LAYOUTS[:2] for n, k in extent.classes[:1]]
         plan += [(FP16_LAYOUTS[2], n, k, FP16_ROWS) for n, k in extent.deep_classes[:1]]
     for i, (scheme, n, k, rows) in enumerate(plan):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
-from twostroke.calibration.transformer import empty_compile_cache, start_compiler
+from twostroke.calibration.transformer import empty_compile_cache, mixed_type, start_compiler
 from twostroke.core.heap import keep_freed_memory
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.rates import Mode, TrainingStep
@@ -99,14 +99,16 @@ class Kind(NamedTuple):
 def kinds_on(device: str) -> tuple[list[Kind], list[Kind]]:
     """(compiled, eager) kinds that are measured on "cpu" or "cuda"."""
     kind = "gpu" if device == "cuda" else "cpu"
-    compiled = [Kind(anchor, "bf16", "compiled") for anchor in training_anchors("compiled", kind)]
-    eager = [Kind(anchor, dtype, "eager") for anchor in training_anchors("eager", kind) for dtype in ("bf16", "fp32")]
+    mixed = mixed_type(device)
+    compiled = [Kind(anchor, mixed, "compiled") for anchor in training_anchors("compiled", kind)]
+    types = dict.fromkeys((mixed, "fp32"))
+    eager = [Kind(anchor, dtype, "eager") for anchor in training_anchors("eager", kind) for dtype in types]
     if kind == "gpu":
         launched: tuple[Mode, ...] = ("compiled", "eager")
         compiled, eager = (
-            [Kind(LAUNCH_ANCHOR, "bf16", mode), *kinds] for mode, kinds in zip(launched, (compiled, eager), strict=True)
+            [Kind(LAUNCH_ANCHOR, mixed, mode), *kinds] for mode, kinds in zip(launched, (compiled, eager), strict=True)
         )
-    return [*compiled, Kind(ADAPTER_ANCHOR, "bf16", "compiled", "lora")], eager
+    return [*compiled, Kind(ADAPTER_ANCHOR, mixed, "compiled", "lora")], eager
 
 
 def means(moments: Iterable[Iterable[TrainingStep]]) -> list[TrainingStep]:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from twostroke.calibration.timing import Clock
 from twostroke.core.matrices import block_matrices, layer_kinds, pair_flops
-from twostroke.core.policy import LOSS_CHUNK_ROWS
+from twostroke.core.policy import LOSS_CHUNK_ROWS, computed_type, multiplies_bf16
+from twostroke.core.profile import read_fingerprint
 from twostroke.core.rates import BlockRates, Direction, Mode, TrainingRates
 from twostroke.core.spec import ModelSpec
 from twostroke.kernels.nf4 import dequantize_nf4, quantize_nf4
@@ -31,6 +32,7 @@ from twostroke.model.decoder import Decoder
 from twostroke.planner.training.memory import keys_walked
 from twostroke.planner.training.passes import newton_schulz_products, optimizer_bytes_moved, setup_bytes
 from twostroke.planner.work.flops import elementwise_elements
+from twostroke.training.muon import muon_class
 from twostroke.training.stochastic_rounding import Noise, RoundedUpdates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,6 +44,11 @@ rate is infinite."""
 
 Pair = tuple[float, float]
 """Seconds of a forward and of its backward."""
+
+
+def mixed_type(device: str) -> str:
+    """The type that a recipe's bf16 is computed in on "cpu" or "cuda": fp32 on a processor without fast products of bf16."""
+    return computed_type("bf16", multiplies_bf16(device, read_fingerprint().isa))
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ def measure_setup(clock: Clock, size: BlockSize, rates: TrainingRates) -> Traini
     around: list[Pair] = []
     rows = 0
     for length in (size.short, size.long):
-        decoder = _decoder(size, "bf16", clock.device)
+        decoder = _decoder(size, mixed_type(clock.device), clock.device)
         rows = max(1, size.eager_tokens // length)
         inputs = _inputs(size, rows, length, clock.device)
         whole = _both_ways(clock, decoder, lambda d=decoder, i=inputs: d.hidden(*i), 0.4, 4)  # type: ignore[misc]
@@ -260,8 +267,9 @@ def measure_setup(clock: Clock, size: BlockSize, rates: TrainingRates) -> Traini
     fixed_s, per_key_s = straight_line(size.short, size.long, around[0][0], around[1][0])
     return replace(
         rates,
-        setup_forward_bytes_per_s=setup_bytes(size.spec, tokens, 2, False) / fixed_s,
-        setup_backward_bytes_per_s=setup_bytes(size.spec, tokens, 2, True) / min(around[0][1], around[1][1]),
+        setup_forward_bytes_per_s=setup_bytes(size.spec, tokens, WIDTHS[mixed_type(clock.device)], False) / fixed_s,
+        setup_backward_bytes_per_s=setup_bytes(size.spec, tokens, WIDTHS[mixed_type(clock.device)], True)
+        / min(around[0][1], around[1][1]),
         mask_element_per_s=tokens / per_key_s,
     )
 
@@ -285,8 +293,9 @@ def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
 @torch.no_grad()
 def measure_loss(clock: Clock, size: BlockSize, compile_it: bool) -> dict[str, float]:
     """Logits per second of the cross-entropy and its gradient, for each mode, without the product that makes the logits."""
-    hidden = torch.randn(size.chunk_rows, size.spec.d_model, device=clock.device).to(torch.bfloat16)
-    weight = torch.randn(size.vocab_size, size.spec.d_model, device=clock.device).to(torch.bfloat16)
+    dtype = DTYPES[mixed_type(clock.device)]
+    hidden = torch.randn(size.chunk_rows, size.spec.d_model, device=clock.device).to(dtype)
+    weight = torch.randn(size.vocab_size, size.spec.d_model, device=clock.device).to(dtype)
     targets = torch.randint(0, size.vocab_size, (size.chunk_rows,), device=clock.device)
     product_s = clock.best_s(lambda: F.linear(hidden, weight), seconds=0.1)
     found: dict[str, float] = {}
@@ -389,11 +398,12 @@ def _muon_rest_s(clock: Clock, shapes: Shapes) -> float:
     block = [nn.Parameter(torch.randn(*shape, device=clock.device)) for shape in shapes]
     for parameter in block:
         parameter.grad = torch.zeros_like(parameter)
-    whole_s = clock.best_s(torch.optim.Muon(block, lr=1e-4, adjust_lr_fn="original").step, seconds=0.2)
-    products_s = 0.0
+    muon = muon_class(clock.device)(block, lr=1e-4, adjust_lr_fn="original")
+    whole_s = clock.best_s(muon.step, seconds=0.2)
+    products_s, dtype = 0.0, DTYPES[mixed_type(clock.device)]
     for (rows, columns), count in Counter(shapes).items():
         for (m, n, k), times in Counter(newton_schulz_products(rows, columns)).items():
-            x = torch.randn(m, k, device=clock.device).to(torch.bfloat16)
-            y = torch.randn(k, n, device=clock.device).to(torch.bfloat16)
+            x = torch.randn(m, k, device=clock.device).to(dtype)
+            y = torch.randn(k, n, device=clock.device).to(dtype)
             products_s += count * times * clock.best_s(lambda x=x, y=y: x @ y, seconds=0.02, least=3)  # type: ignore[misc]
     return max(whole_s - products_s, LEAST_SHARE * whole_s)

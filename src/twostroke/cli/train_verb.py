@@ -183,7 +183,7 @@ def _scored(recipe: TrainRecipe, result: TrainingResult) -> tuple[Path, dict[str
     """The directory and summary of a finished run, with its score on held-out text."""
     summary = result.summary
     if not {"heldout_bits_per_byte", "heldout_answer_nats_per_token"} & summary["measurement"].keys():
-        summary = _score(result, recipe.train.compute_dtype)
+        summary = _score(result, summary.get("compute_dtype", recipe.train.compute_dtype))
     return result.directory, summary
 
 

@@ -40,7 +40,8 @@ from twostroke.training.together import run_together
 def build(inputs: RunInputs) -> RunState:
     """Build decoder, masters, optimizers, loader and step of a run. A resumed run is restored from its newest intact
     checkpoint."""
-    recipe, settings, log, ranks = inputs.recipe, inputs.recipe.train, inputs.log, inputs.ranks
+    recipe, log, ranks = inputs.computed, inputs.log, inputs.ranks
+    settings = recipe.train
     device = pick_device()
     reader = CheckpointReader(inputs.directory.checkpoints, log) if inputs.resumes and ranks.is_first else None
     starts_new = ranks.led(lambda: reader is None or not reader.will_find)

@@ -75,6 +75,7 @@ def finish(run: RunState) -> TrainingResult:
         "skipped_steps": sum(1 for r in records if r.get("skipped")),
         "final_loss": last.get("loss"),
         "compiled": run.train_step.is_compiled,
+        "compute_dtype": run.inputs.computed.train.compute_dtype,
         "weights_sha256": weights_sha256(run.weights),
         "environment": environment(run.device, run.train_step.is_compiled, run.inputs.ranks.sums),
         "prediction": run.inputs.entry.prediction,

@@ -19,6 +19,7 @@ from twostroke.core.train_settings import TrainSettings, with_default_rates
 from twostroke.training.ema import WeightAverage
 from twostroke.training.lamb import Lamb
 from twostroke.training.loss_scale import DynamicLossScale
+from twostroke.training.muon import muon_class
 from twostroke.training.offloaded_state import OffloadedUpdates, StateInTurn
 from twostroke.training.owned_matrices import OwnedMatrices
 from twostroke.training.precision import MasterWeights
@@ -111,7 +112,7 @@ def _optimizer(settings: TrainSettings, params: Any, fused: bool = True) -> torc
 
 
 def _muon(settings: TrainSettings, params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Muon(
+    return muon_class(params[0].device.type)(
         params,
         lr=settings.muon_learning_rate,
         weight_decay=settings.weight_decay,

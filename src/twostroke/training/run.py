@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
+from twostroke.core.train_settings import TrainingType
 from twostroke.data.background import BackgroundLoader
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
@@ -54,11 +57,17 @@ class RunInputs:
     def spec(self) -> ModelSpec:
         return self.resolved.spec
 
+    @property
+    def computed(self) -> TrainRecipe:
+        """The recipe with the training type that the run is computed in: fp32 for bf16 on a processor without its products."""
+        dtype = cast(TrainingType, self.resolved.dtype or self.recipe.train.dtype)
+        return dataclasses.replace(self.recipe, train=dataclasses.replace(self.recipe.train, dtype=dtype))
+
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOP/s of ``tok_per_s``, that of all ranks, over the peak of their devices; None where that is not known."""
         planned = self.entry.planned
         hardware = planned.hardware
-        peak = hardware.peak_flop_per_s.get(self.recipe.train.compute_dtype) if hardware is not None else None
+        peak = hardware.peak_flop_per_s.get(self.computed.train.compute_dtype) if hardware is not None else None
         return None if peak is None else self._flops_per_token * tok_per_s / (planned.n_devices * peak)
 
     @cached_property

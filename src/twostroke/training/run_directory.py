@@ -68,6 +68,7 @@ class Resolved:
     data_key: str
     run_id: str  # of the prediction in the ledger
     environment: dict[str, Any]  # training.environment, when the run began
+    dtype: str = ""  # the training type it is computed in (core.policy.computed_type); empty: the recipe's
     format: int = FORMAT
 
 

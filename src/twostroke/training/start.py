@@ -15,6 +15,8 @@ from twostroke.core.data_recipe import REUSED, DataRecipe
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, DataError, InputError, TwostrokeError
 from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.policy import computed_type, multiplies_bf16
+from twostroke.core.profile import read_fingerprint
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.core.units import format_bytes, format_count, format_seconds
@@ -176,6 +178,11 @@ def _start(
     check_adapters(recipe, spec)
     check_layout(recipe, spec, ranks.layout)
     steps = resolve_steps(recipe, spec, hardware, ranks)
+    dtype = computed_type(recipe.train.dtype, multiplies_bf16(pick_device().type, read_fingerprint().isa))
+    if dtype != recipe.train.dtype:
+        log(
+            f"train.dtype={recipe.train.dtype!r} is computed in {dtype}: this processor multiplies bf16 a hundred times slower."
+        )
     planned = Planned()
     if hardware is not None:
         shape = TrainingShape.from_recipe(recipe, steps, ranks.n_readers)
@@ -200,6 +207,7 @@ def _start(
         data_key=prepared.key,
         run_id=run_id,
         environment=environment(pick_device(), recipe.train.compile, ranks.sums),
+        dtype=dtype,
     )
     with directory.locked():
         if not directory.is_unused():

@@ -384,6 +384,7 @@ def plan_training(
     Held against published step times in tests/planner/test_training_published.py.
     """
     layout.check(spec)
+    shape = shape.on(hardware)
     if shape.targets:
         check_targets(spec, shape.targets)
     parameters = count_parameters(spec)
@@ -413,8 +414,8 @@ def plan_training(
         backward = shown(time.backward, "a pass over a micro-batch on the slowest stage, what is computed again included")
     source = "weights as they are trained and the optimizer's state, of all ranks"
     stored = named("checkpoint_bytes", stored, "bytes", source, section="storage")
-    keeps_masters = shape.dtype == "fp32" or shape.method != "full"  # adapters are written as they are trained
-    finished = letter("w", bytes_of("fp32" if keeps_masters else shape.compute_dtype)) * trained
+    written = "fp32" if shape.method != "full" else shape.saved_dtype or shape.compute_dtype  # adapters as they are trained
+    finished = letter("w", bytes_of(written)) * trained
     plan = TrainingPlan(
         spec=spec,
         shape=shape,

@@ -12,13 +12,14 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
-from twostroke.core.policy import rows_at_once
+from twostroke.core.policy import computed_type, rows_at_once
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import replicas_of
 from twostroke.planner.training.memory import PRECISIONS
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
+    from twostroke.planner.hardware.device import Hardware
 
 METHODS = tuple(method for method in engines.METHODS if method != "pretrain")
 """Fresh weights or another model's, "full" trains all of them."""
@@ -74,6 +75,7 @@ class TrainingShape:
     checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
     average: Annotated[bool, "a running average of the weights is kept in fp32"] = False
     exit_losses: Annotated[int, "earlier layers that have a loss of their own in each pass"] = 0
+    saved_dtype: Annotated[str, "type in which the finished model is written, where it is computed in another", LeftOut] = ""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "sequence_length", "grad_accumulation", "steps", "lora_rank", "exit_losses"):
@@ -151,6 +153,12 @@ class TrainingShape:
     def compute_dtype(self) -> str:
         """The type of forward and backward: pure bf16 computes in bf16, and what narrower types multiply is held in it."""
         return "bf16" if self.dtype in ("pure_bf16", *LOW_PRECISIONS) else self.dtype
+
+    def on(self, hardware: Hardware) -> TrainingShape:
+        """As it is computed on ``hardware``: mixed bf16 in fp32 where calibration found no fast products of bf16."""
+        multiplies = hardware.kind != "cpu" or hardware.basis != "measured" or "bf16" in hardware.peak_flop_per_s
+        dtype = computed_type(self.dtype, multiplies)
+        return self if dtype == self.dtype else replace(self, dtype=dtype, saved_dtype=self.dtype)
 
     @classmethod
     def from_settings(cls, settings: Any, steps: int | None = None) -> TrainingShape:
