@@ -9,6 +9,7 @@ from twostroke.core.errors import CorruptFileError
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.core.train_settings import TrainSettings
 from twostroke.model.decoder import Decoder
+from twostroke.training.muon import muon_class
 from twostroke.training.optimizers import MUON_MOMENTUM, Optimizers, matrix_parts
 from twostroke.training.precision import MasterWeights
 
@@ -37,7 +38,7 @@ def test_muon_orthogonalises_each_packed_matrix_alone(name: str, rows: list[int]
     whole = torch.nn.Parameter(masters.weights[key].clone())
     optimizers = Optimizers(masters, SPEC, _settings())
     arguments = {"lr": 0.02, "weight_decay": 0.1, "momentum": MUON_MOMENTUM, "adjust_lr_fn": "original"}
-    reference, packed = torch.optim.Muon(expected, **arguments), torch.optim.Muon([whole], **arguments)
+    reference, packed = muon_class("cpu")(expected, **arguments), muon_class("cpu")([whole], **arguments)
     for seed in range(3):
         _fill_gradients(masters, seed)
         for part, gradient in zip(expected, masters.gradients[key].split(rows), strict=True):

@@ -16,81 +16,126 @@ namespace {
 constexpr int kTilesPerBlock = ts::kBlock / ts::kTile;
 constexpr int64_t kTaskRows = 48;
 
-// Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word.
+// Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word. `Sums`
+// and `Many` are sixteen lanes of sums and of words, kVectors of them side by side for so many rows at once.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Two registers each, by hand: GCC keeps its own vectors of 64 bytes in memory where there are no registers of 64.
+using Sums = ts::F32x16;
+using Many = ts::I32x16;
+TS_INLINE Sums no_sums() { return ts::zero_floats(); }
+TS_INLINE Sums load_sums(const float* p) { return ts::load_floats(p); }
+TS_INLINE Many load_many(const uint32_t* p) { return ts::load_words(static_cast<const void*>(p)); }
+TS_INLINE void store_sums(float* p, Sums v) {
+    _mm256_storeu_ps(p, v.low);
+    _mm256_storeu_ps(p + 8, v.high);
+}
 struct Bf16Pairs {
     static constexpr int kPair = 2;
-    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) { return dot_pairs(sum, all_words(one), many); }
+    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) {
+        ts::add_bf16_products(sum, many, ts::broadcast(static_cast<int32_t>(one)));
+        return sum;
+    }
 };
 struct SingleFloats {
     static constexpr int kPair = 1;
-    TS_INLINE Floats dot(Floats sum, uint32_t one, Words many) {
-        return fma((Floats)all_words(one), (Floats)many, sum);
+    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) {
+        const __m256 factor = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int32_t>(one)));
+        return ts::fma({factor, factor}, {_mm256_castsi256_ps(many.low), _mm256_castsi256_ps(many.high)}, sum);
     }
 };
-
+constexpr int kRowsAtOnce = 4;
+constexpr int vectors_of(int rows) {
+    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+}  // eight sums of two registers fill half
+#else
+using Sums = Floats;
+using Many = Words;
+TS_INLINE Sums no_sums() { return all(0.0f); }
+TS_INLINE Sums load_sums(const float* p) { return load(p); }
+TS_INLINE Many load_many(const uint32_t* p) { return load_words(p); }
+TS_INLINE void store_sums(float* p, Sums v) { store(p, v); }
+struct Bf16Pairs {
+    static constexpr int kPair = 2;
+    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) { return dot_pairs(sum, all_words(one), many); }
+};
+struct SingleFloats {
+    static constexpr int kPair = 1;
+    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) { return fma((Floats)all_words(one), (Floats)many, sum); }
+};
 #if defined(__AVX512F__)
 constexpr int kRowsAtOnce = 6;
-#elif defined(__AVX2__)
-constexpr int kRowsAtOnce = 2;
 #else
 constexpr int kRowsAtOnce = 1;
+#endif
+constexpr int vectors_of(int) { return 4; }
 #endif
 
 // scores[row][key] of Rows rows and Tiles tiles of 16 keys.
 template <typename Format, int Rows, int Tiles>
 TS_INLINE void score_rows(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, float* scores) {
-    Floats sums[Rows][Tiles];
+    Sums sums[Rows][Tiles];
     for (int r = 0; r < Rows; r++)
-        for (int t = 0; t < Tiles; t++) sums[r][t] = all(0.0f);
+        for (int t = 0; t < Tiles; t++) sums[r][t] = no_sums();
     for (int64_t d = 0; d < q_words; d++) {
-        Words k[Tiles];
-        for (int t = 0; t < Tiles; t++) k[t] = load_words(keys[t] + d * ts::kTile);
+        Many k[Tiles];
+        for (int t = 0; t < Tiles; t++) k[t] = load_many(keys[t] + d * ts::kTile);
         for (int r = 0; r < Rows; r++)
             for (int t = 0; t < Tiles; t++) sums[r][t] = Format::dot(sums[r][t], q[r * q_words + d], k[t]);
     }
     for (int r = 0; r < Rows; r++)
-        for (int t = 0; t < Tiles; t++) store(scores + r * ts::kBlock + t * ts::kTile, sums[r][t]);
+        for (int t = 0; t < Tiles; t++) store_sums(scores + r * ts::kBlock + t * ts::kTile, sums[r][t]);
 }
 
 template <typename Format, int Rows>
 void score_tiles(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, int n_tiles, float* scores) {
+    constexpr int kVectors = vectors_of(Rows);
     int t = 0;
-    for (; t + 4 <= n_tiles; t += 4) score_rows<Format, Rows, 4>(q, q_words, keys + t, scores + t * ts::kTile);
+    for (; t + kVectors <= n_tiles; t += kVectors)
+        score_rows<Format, Rows, kVectors>(q, q_words, keys + t, scores + t * ts::kTile);
     for (; t < n_tiles; t++) score_rows<Format, Rows, 1>(q, q_words, keys + t, scores + t * ts::kTile);
 }
+
+template <int N>
+struct Count {
+    constexpr int operator()() const { return N; }
+};
 
 // sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions.
 template <typename Format, int Rows, int Parts>
 TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles,
                                    int64_t head_dim, int64_t padded, float* sums) {
-    Floats s[Rows][Parts];
+    Sums s[Rows][Parts];
     for (int r = 0; r < Rows; r++)
-        for (int p = 0; p < Parts; p++) s[r][p] = load(sums + r * padded + p * kLanes);
+        for (int p = 0; p < Parts; p++) s[r][p] = load_sums(sums + r * padded + p * kLanes);
     constexpr int kWords = ts::kTile / Format::kPair;
     for (int t = 0; t < n_tiles; t++)
         for (int j = 0; j < kWords; j++) {
             const uint32_t* row = values[t] + j * head_dim;
-            Words v[Parts];
-            for (int p = 0; p < Parts; p++) v[p] = load_words(row + p * kLanes);
+            Many v[Parts];
+            for (int p = 0; p < Parts; p++) v[p] = load_many(row + p * kLanes);
             for (int r = 0; r < Rows; r++)
                 for (int p = 0; p < Parts; p++)
                     s[r][p] = Format::dot(s[r][p], weights[r * ts::kBlock + t * kWords + j], v[p]);
         }
     for (int r = 0; r < Rows; r++)
-        for (int p = 0; p < Parts; p++) store(sums + r * padded + p * kLanes, s[r][p]);
+        for (int p = 0; p < Parts; p++) store_sums(sums + r * padded + p * kLanes, s[r][p]);
 }
 
 template <typename Format, int Rows>
 void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
                           int64_t padded, float* sums) {
+    constexpr int kVectors = vectors_of(Rows);
     const uint32_t* v[kTilesPerBlock];
-    for (int64_t first = 0; first < padded; first += 4 * kLanes) {
+    for (int64_t first = 0; first < padded; first += kVectors * kLanes) {
         for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
         const int64_t left = (padded - first) / kLanes;
-        if (left >= 4) weighted_value_rows<Format, Rows, 4>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else if (left == 3) weighted_value_rows<Format, Rows, 3>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else if (left == 2) weighted_value_rows<Format, Rows, 2>(weights, v, n_tiles, head_dim, padded, sums + first);
-        else weighted_value_rows<Format, Rows, 1>(weights, v, n_tiles, head_dim, padded, sums + first);
+        const auto parts = [&](auto n) __attribute__((always_inline)) {
+            weighted_value_rows<Format, Rows, n()>(weights, v, n_tiles, head_dim, padded, sums + first);
+        };
+        if (left >= kVectors) parts(Count<kVectors>{});
+        else if (left == 3) parts(Count < kVectors<3 ? 1 : 3>{});
+        else if (left == 2) parts(Count < kVectors<2 ? 1 : 2>{});
+        else parts(Count<1>{});
     }
 }
 
@@ -99,7 +144,7 @@ template <template <typename, int> class Body, typename Format, typename... Args
 TS_INLINE void by_rows(int n_rows, Args... args) {
     int r = 0;
     for (; r + kRowsAtOnce <= n_rows; r += kRowsAtOnce) Body<Format, kRowsAtOnce>::run(r, args...);
-    if constexpr (kRowsAtOnce > 4) {
+    if constexpr (kRowsAtOnce >= 4) {
         if (n_rows - r >= 4) Body<Format, 4>::run(r, args...), r += 4;
         if (n_rows - r >= 3) Body<Format, 3>::run(r, args...), r += 3;
         if (n_rows - r >= 2) Body<Format, 2>::run(r, args...), r += 2;

@@ -46,17 +46,24 @@ TS_INLINE Words all_words(uint32_t x) {
 }
 TS_INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// GCC takes its own vectors apart lane by lane where it compares and selects, so halves are worked on by hand.
+union Split {
+    Floats whole;
+    Words words;
+    __m256 half[2];
+    __m256i word_half[2];
+};
+#define TS_HALVES(i) for (int i = 0; i < 2; i++)
+#endif
+
 // a·b + c, rounded once where the CPU can.
 TS_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    union Split {
-        Floats whole;
-        __m256 half[2];
-    };
+#elif defined(__AVX2__)
     Split x{a}, y{b}, z{c};
-    for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    TS_HALVES(i) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
     return z.whole;
 #else
     return a * b + c;
@@ -66,6 +73,10 @@ TS_INLINE Floats fma(Floats a, Floats b, Floats c) {
 TS_INLINE Floats greater(Floats a, Floats b) {  // the larger of each pair
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    Split x{a}, y{b};
+    TS_HALVES(i) x.half[i] = _mm256_max_ps(x.half[i], y.half[i]);
+    return x.whole;
 #else
     return a > b ? a : b;
 #endif
@@ -104,6 +115,12 @@ TS_INLINE void store_some(float* p, Floats v, int n) {
 TS_INLINE float sum_of(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+    const Split x{v};
+    const __m256 eight = _mm256_add_ps(x.half[0], x.half[1]);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 #else
     float a[kLanes];
     store(a, v);
@@ -115,6 +132,12 @@ TS_INLINE float sum_of(Floats v) {
 TS_INLINE float max_of(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+    const Split x{v};
+    const __m256 eight = _mm256_max_ps(x.half[0], x.half[1]);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 #else
     float a[kLanes];
     store(a, v);
@@ -126,7 +149,32 @@ TS_INLINE float max_of(Floats v) {
 
 // 2ˣ for x ≤ 127, relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126. Cephes-style: 2^(n+f), |f| ≤ 1/2,
 // a polynomial of degree 6 (Taylor coefficients ln(2)^k/k! are within 1e-8 of the best ones on this interval).
+#if defined(__AVX2__) && !defined(__AVX512F__)
+TS_INLINE __m256 exp2_of_half(__m256 x) {
+    const __m256 magic =
+        _mm256_set1_ps(12582912.0f);  // 1.5·2²³: adding it rounds to a whole number, kept in the low bits
+    const __m256 bounded = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);  // in this order NaN comes through
+    const __m256 shifted = _mm256_add_ps(bounded, magic);
+    const __m256 f = _mm256_sub_ps(bounded, _mm256_sub_ps(shifted, magic));
+    __m256 p = _mm256_set1_ps(1.5403530e-4f);
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.3333558e-3f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(9.6181291e-3f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(5.5504109e-2f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(2.4022651e-1f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.9314718e-1f));
+    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+    const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(magic));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
+    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+    return _mm256_andnot_ps(small, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+}
+#endif
 TS_INLINE Floats exp2_of(Floats x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    Split v{x};
+    TS_HALVES(i) v.half[i] = exp2_of_half(v.half[i]);
+    return v.whole;
+#else
 #if defined(__AVX512F__)
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN comes through
     const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -151,11 +199,12 @@ TS_INLINE Floats exp2_of(Floats x) {
     const Floats result = p * (Floats)((n + 127) << 23);
     return x < all(-126.0f) ? all(0.0f) : result;
 #endif
+#endif
 }
 
 TS_INLINE Floats exp_of(Floats x) {
     // Cut off at 88 (e⁸⁸ is finite), with NaN let through: the comparison is false for it.
-    const Floats bounded = x > all(88.0f) ? all(88.0f) : x;
+    const Floats bounded = -greater(all(-88.0f), -x);
     return exp2_of(bounded * all(1.44269504f));
 }
 
@@ -166,12 +215,28 @@ TS_INLINE Floats bounded(Floats x, float cap) {
     return x < all(0.0f) ? -y : y;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+TS_INLINE __m256i bf16_words_of_half(__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v), upper = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
+}
+#endif
 // bf16 of a float, to nearest even; NaN stays NaN. The result is in the low half of each word.
 TS_INLINE Words bf16_words(Floats v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    Split x{v};
+    TS_HALVES(i) x.word_half[i] = bf16_words_of_half(x.half[i]);
+    return x.words;
+#else
     const Words bits = (Words)v;
     const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const Words quiet = (bits >> 16) | 0x40u;
     return (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+#endif
 }
 TS_INLINE Halves low_halves(Words w) { return __builtin_convertvector(w, Halves); }
 TS_INLINE void store_halves(uint16_t* p, Halves h, int n) {

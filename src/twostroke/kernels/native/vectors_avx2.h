@@ -115,17 +115,8 @@ TS_INLINE int32_t store_codes(int8_t* p, I32x16 first, I32x16 second) {
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
-// To nearest even, in integers: the bits of NaN are set apart.
-TS_INLINE __m256i bf16_words(__m256 v) {
-    const __m256i bits = _mm256_castps_si256(v), upper = _mm256_srli_epi32(bits, 16);
-    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
-    const __m256i rounded =
-        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(rounded, _mm256_or_si256(upper, _mm256_set1_epi32(0x40)), nan);
-}
 TS_INLINE void store_bf16(uint16_t* p, F32x16 v) {
-    const __m256i mixed = _mm256_packus_epi32(bf16_words(v.low), bf16_words(v.high));
+    const __m256i mixed = _mm256_packus_epi32(bf16_words_of_half(v.low), bf16_words_of_half(v.high));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
 
