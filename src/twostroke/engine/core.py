@@ -100,12 +100,12 @@ class EngineCore:
         self._others, self._left = looking(), self.n_threads
         torch.set_num_threads(self.n_threads)
         place_threads(self.settings, self.n_threads)
-        loaded = load(Path(model_dir), self.settings.dtype)
+        native = runs_natively(self.settings)
+        loaded = load(Path(model_dir), self.settings.dtype, native)
         self._lineage = Lineage(loaded.directory)
         profile = load_profile("serve")
         crossovers = profile.crossovers if profile else Crossovers()
         self.spec = loaded.spec
-        native = runs_natively(self.settings)
         drafts = checks_drafts(self.settings, native)
         exits = exits_of(Path(model_dir), loaded, self.settings, native)
         self._exit_layers = exit_layers(loaded.spec, self.settings.speculate) if drafts else None

@@ -117,7 +117,7 @@ def prepare(directory: Path, served: Served, present: str | None) -> Prepared | 
     scheme or tokenizer than ``served``."""
     began = time.perf_counter()
     with _behind_steps(served.native):
-        loaded = load(directory, served.settings.dtype)
+        loaded = load(directory, served.settings.dtype, served.native)
         _require_alike(loaded.spec, served.spec, directory)
         _require_same_tokenizer(directory, served.directory)
         if (family := scheme_of(loaded.weights).here.family) != served.plan.weights:
