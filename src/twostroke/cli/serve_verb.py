@@ -286,9 +286,8 @@ def _kv_events(endpoint: str | None, replay: str | None, topic: str | None, sepa
         return None
     for option, value in (("--kv-events", endpoint), ("--kv-events-replay", replay)):
         if value is not None and not value.startswith(("tcp://", "ipc://")) and (option, value) != ("--kv-events", "http"):
-            raise ConfigError(
-                f"{option} {value} must be an address as tcp://*:5557 or ipc:///run/file, --kv-events may be `http`."
-            )
+            way = ", or `http`" if option == "--kv-events" else ""
+            raise ConfigError(f"{option} {value} must be an address, as tcp://*:5557 or ipc:///run/file{way}.")
     if separate:
         raise ConfigError(
             "--kv-events tells the tokens of all prompts, and with --api-key-file each key has prefixes of its own. Give "
