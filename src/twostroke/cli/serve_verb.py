@@ -208,6 +208,11 @@ def serve(
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
+    for name, of, there in (
+        ("capture_gib", "--capture", capture), ("response_cache_gib", "--response-cache", response_cache),
+    ):  # fmt: skip
+        if there is None and _by_hand(context, name):
+            raise ConfigError(f"--{name.replace('_', '-')} bounds what {of} keeps. Name its folder with {of}, or leave it out.")
     of_ray = ("min_replicas", "replica_cpus", "target_ongoing", "target_wait_s", "scale_down_s")
     if ray:
         _serve_on_ray(

@@ -90,6 +90,11 @@ class DataRecipe:
             raise ConfigError(f"data.near_threshold={self.near_threshold} must be from 0.5 to 1.")
         if not 0 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"data.workers={self.workers} must be from 0 to {MAX_WORKERS}.")
+        if self.chat_template is not None and self.layout == "text":
+            raise ConfigError(
+                f'data.chat_template={self.chat_template!r} renders conversations, and the layout is "text". '
+                "Give theirs, or leave the template out."
+            )
         if self.dedup not in ("exact", "near", "none"):
             raise ConfigError(f'data.dedup={self.dedup!r} is not known. Use "exact", "near" or "none".')
         self._check_weights()

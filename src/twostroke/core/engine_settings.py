@@ -185,6 +185,10 @@ class EngineSettings:
                     raise ConfigError(f"{name}={value!r} is not a directory. Name one, or one that is to be made.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
+        if self.kv_dir_bytes is not None and self.kv_dir is None:
+            raise ConfigError(
+                f"kv_dir_bytes={self.kv_dir_bytes} bounds the file in kv_dir. Name that directory, or leave it out."
+            )
         if not (is_integer(self.replicas) and self.replicas >= 1):
             raise ConfigError(f"replicas={self.replicas!r} must be a whole number, at least 1.")
 
