@@ -156,7 +156,8 @@ def serve(
     spec = read_spec(directory)
     spec.require_buildable()  # before anything starts, so that an unusable config.json is told at once
     if api_key_file is not None and not api_key_file.is_file():
-        raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
+        wrong = "is not a file" if api_key_file.exists() else "does not exist"
+        raise ConfigError(f"API key file {api_key_file} {wrong}. It holds one key a line.")
     if api_key_file is None and not is_loopback(host) and not without_key:
         raise ConfigError(f"host={host} lets other machines in, and there is no --api-key-file. Give one, or --without-key.")
     engine = replace(engine, separate_prefixes=api_key_file is not None and not share_prefixes)
