@@ -119,7 +119,7 @@ def test_what_cannot_be_computed_is_one_sentence_and_nothing_is_written(
         ([model, twice, output], 2, f"{twice}, line 3: custom_id 'greedy' is an earlier line's."),
         ([model, other, output], 2, f"{other}, line 1: model 'gpt' is not served. Served: tiny."),
         ([model, other, output, "--served-name", "gpt", "--lora", "gpt=x"], 2, "x has no adapter_config.json"),
-        ([model, tmp_path / "nowhere", output], 1, "nowhere: No such file or directory."),
+        ([model, tmp_path / "nowhere", output], 2, "nowhere: No such file or directory. Check the path."),
         ([model, tmp_path, output], 2, f"{tmp_path} is not a file."),
         ([model, given, given], 2, f"{given} is named twice."),
         ([model, given, tmp_path / "no" / "out"], 2, f"the folder {tmp_path / 'no'} does not exist."),

@@ -47,6 +47,14 @@ def test_a_load_on_a_server_of_its_own_is_measured_and_recorded(
     assert set(bench.prediction) <= set(bench.measurement) | set(bench.measurement["not_measured"])
 
 
+def test_raw_times_that_a_full_disk_refuses_cost_no_result(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    options = ["--requests", "2", "--users", "1", "--prompt-tokens", "8", "--output-tokens", "4", "--output", "/dev/full"]
+    code, out, err = run(capsys, "serve", str(model), *options)
+    assert code == 1
+    assert "2 of 2 requests completed" in out
+    assert "error: the raw times cannot be written to /dev/full: No space left on device." in err
+
+
 def test_the_engine_alone_is_measured_by_batch(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     options = ["--batch", "1", "--batch", "4", "--prompt-tokens", "16", "--output-tokens", "16", "--repeats", "1"]
     code, out, err = run(capsys, "offline", str(model), *options, "--json")

@@ -85,3 +85,9 @@ def test_an_unknown_device_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -
     code, _, err = run(capsys, "calibrate", "--device", "tpu")
     assert code == 2
     assert "Use cpu or cuda" in err
+
+
+def test_an_endless_number_of_ranks_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "calibrate", "--ranks", "100000000000")
+    assert code == 2
+    assert "--ranks 100000000000 must be less than or equal to 1024." in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import machines
 from twostroke.cli import demo_verb
 from twostroke.cli.doctor import facts as reading
 from twostroke.core.described import plain
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.profile import MachineProfile, read_fingerprint, save_profile
 from twostroke.core.rates import NativeRates
 from twostroke.kernels.native_library import why_absent
@@ -55,6 +57,21 @@ def test_a_profile_that_holds_is_used_again(tmp_path: Path, calibrations: list[t
     assert result == plain(stored)
     assert stored.measured_at in line
     assert stored.fingerprint.cpu_model in line
+
+
+@pytest.mark.parametrize(("child", "expected"), [(2, 2), (130, 130), (-2, 130), (1, 1)])
+def test_a_stage_that_fails_ends_the_demo_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, child: int, expected: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    end = f"os.kill(os.getpid(), {-child})" if child < 0 else f"sys.exit({child})"
+    script = (
+        f'import os, signal, sys; signal.signal(2, signal.SIG_DFL); print(\'{{"error": "it said so."}}\', flush=True); {end}'
+    )
+    popen = demo_verb.subprocess.Popen
+    monkeypatch.setattr(demo_verb.subprocess, "Popen", lambda _, **how: popen([sys.executable, "-c", script], **how))
+    with pytest.raises(TwostrokeError, match="it said so") as caught:
+        demo_verb.verb("calibrate")
+    assert (caught.value.exit_code, caught.value.is_told) == (expected, True)
 
 
 @pytest.mark.parametrize("days_old", [None, 200.0])

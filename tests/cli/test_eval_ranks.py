@@ -82,7 +82,10 @@ def test_two_ranks_give_the_report_of_one_process(
 def test_bad_input_of_ranks_is_one_sentence(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["eval", *words, "--ranks", "0"])
-    assert (caught.value.code, "--ranks 0 must be at least 1." in capsys.readouterr().err) == (2, True)
+    assert (caught.value.code, "--ranks 0 must be from 1 to 1024" in capsys.readouterr().err) == (2, True)
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", *words, "--ranks", "1000000000"])
+    assert (caught.value.code, "--ranks 1000000000 must be from 1 to 1024" in capsys.readouterr().err) == (2, True)
     code, out, err = ended([*words[:-1], "--context", "9999", "--ranks", "2"])
     assert (code, out, err.count("error: ")) == (2, "", 1)
     assert "--context 9999 must be between 1 and the model's max_positions=512" in err

@@ -116,11 +116,11 @@ def test_more_devices_train_for_as_much_money_or_more(capsys: pytest.CaptureFixt
         ((*CLAIM, "--spot", "--bought"), "--spot and --bought exclude each other"),
         ((*CLAIM, "--years", "3"), "--years=3 depreciates bought devices"),
         ((*CLAIM, "--always-on"), "--always-on needs a replica's speed"),
-        ((*CLAIM, "--growth", "1000"), "growth_per_month=10"),
+        ((*CLAIM, "--growth", "1000"), "--growth 1000 must be above -100"),
         ((*CLAIM, "--months", "-1"), "--months -1"),
         ((*CLAIM, "--people-months", "-1"), "--people-months -1"),
         ((*CLAIM, "--api", "gpt-5-mni"), "Did you mean 'gpt-5-mini'"),
-        (("--training-usd", "-5", "--usd-per-request", "1", "--requests-per-day", "1"), "run_usd=-5"),
+        (("--training-usd", "-5", "--usd-per-request", "1", "--requests-per-day", "1"), "--training-usd -5"),
         (("--training-usd", "5", "--usd-per-request", "1", "--requests-per-day", "-3"), "--requests-per-day -3"),
         (("MODEL", "--requests-per-day", "1", "--tokens", "1e9", "--hardware", "h10"), "Did you mean 'h100'"),
         (

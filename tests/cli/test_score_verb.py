@@ -69,7 +69,8 @@ def test_what_cannot_be_scored_is_one_sentence(model: Path, tmp_path: Path, caps
     cases = (
         (["--text", ""], 2, "--text"),
         (["--file", str(tmp_path / "latin")], 2, f"the text of {tmp_path / 'latin'} is not UTF-8. Convert it."),
-        (["--file", str(tmp_path / "nowhere")], 1, f"{tmp_path / 'nowhere'}: No such file or directory."),
+        (["--file", str(tmp_path / "nowhere")], 2, f"{tmp_path / 'nowhere'}: No such file or directory. Check the path."),
+        (["--file", str(tmp_path)], 2, f"{tmp_path}: Is a directory. Check the path."),
         (["--text", TEXT * 100], 2, "`twostroke eval MODEL --data FILE`, which reads longer texts in windows."),
     )
     for options, expected, sentence in cases:

@@ -102,7 +102,7 @@ def test_a_key_file_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--kv-events", "http://here"], "must be an address as tcp://*:5557 or ipc:///run/file"),
+        (["--kv-events", "http://here"], "must be an address, as tcp://*:5557 or ipc:///run/file"),
         (["--kv-events", "tcp://*:5557", "--kv-events-replay", "http"], "--kv-events-replay http must be an address"),
         (["--kv-events-topic", "kv@a@b"], "are of --kv-events. Give it, or leave them out"),
         (["--kv-events", "http", "--kv-events-topic", "kv@a@b"], "--kv-events http has no topic"),

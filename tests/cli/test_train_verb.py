@@ -144,6 +144,7 @@ def test_a_page_that_cannot_be_served_is_a_sentence_and_2_before_anything_is_mad
         ("model.n_heads=5", "must divide model.d_model=32"),
         ("model.family=bert", "not supported"),
         ("train.sequence_length=100000", "fewer than sequence_length"),
+        ("train.batch_size=1000000000000000", "step 1 did not fit in memory"),
         ("data.sources=['nowhere']", "nowhere"),
         ("method=full", "give model.init_from"),
         ("train", "must look like section.key=value"),
@@ -156,6 +157,20 @@ def test_a_recipe_that_cannot_be_run_is_a_sentence_and_2(
     assert code == 2
     assert sentence in err
     assert "Traceback" not in err
+    assert not (recipe.parent / "run").exists(), "the corrected recipe starts"
+
+
+def test_a_model_that_does_not_fit_in_memory_is_a_sentence_and_2_and_leaves_no_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_: object) -> None:  # as torch's allocator does for 2 TB; a system that promises any amount would not refuse it
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2000000000000 bytes.")
+
+    monkeypatch.setattr("twostroke.training.loop.build", build)
+    code, _, err = _run(capsys, str(recipe))
+    assert code == 2
+    assert "do not fit in memory. Take a smaller model" in err
+    assert not (recipe.parent / "run").exists()
 
 
 def test_a_recipe_that_is_not_there_or_not_toml_is_a_sentence_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

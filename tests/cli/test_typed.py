@@ -14,6 +14,7 @@ from twostroke.cli.typed import as_typed, command_of, typed_words
 from twostroke.core.errors import ConfigError
 
 GROUP = typer.main.get_command(cli.app)
+CROSSOVER = ["plan", "crossover", "M", "--hardware", "h100", "--requests-per-day", "10", "--tokens", "1e9"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -84,6 +85,25 @@ def test_memory_that_is_no_amount_is_refused(capsys: pytest.CaptureFixture[str],
         (["plan", "train", "M", "--hardware", "h100", "--data-parallel", "0"], "--data-parallel 0 must"),
         (["compare", "M", "M", "--max-perplexity-ratio", "nan"], "--max-perplexity-ratio nan must be above 0"),
         (["compare", "M", "M", "--min-accuracy-difference", "2"], "--min-accuracy-difference 2 must"),
+        (["generate", "M", "--beams", "1000"], "--beams 1000 must"),
+        (["plan", "serve", "M", "--hardware", "h100", "--lora", "0,8"], "--lora '0,8': count=0 must"),
+        (["plan", "serve", "M", "--hardware", "h100", "--batch", "20000"], "--batch 20000 are more users than"),
+        (["plan", "train", "M", "--hardware", "h100", "--ep", "2"], "--ep 2 must divide data·tensor=1. Use 1."),
+        (["plan", "compare", "M", "--hardware", "h100", "--train-layout", "fsdp=0"], "--train-layout=fsdp=0: "),
+        ([*CROSSOVER, "--growth", "nan"], "--growth nan must be above -100 and at most 100 percent a month."),
+        ([*CROSSOVER, "--data-usd", "-1"], "--data-usd -1 must"),
+        ([*CROSSOVER, "--cleaning-usd", "nan"], "--cleaning-usd nan must"),
+        ([*CROSSOVER, "--api-cached-share", "2"], "--api-cached-share 2 must"),
+        ([*CROSSOVER, "--training-usd", "-1", "--usd-per-request", "1"], "--training-usd -1 must"),
+        (["generate", "M", "--kv-dir-gib", "5"], "--kv-dir-gib 5 bounds the file in --kv-dir. Name that directory"),
+        (["serve", "M", "--capture-gib", "1"], "--capture-gib bounds what --capture keeps."),
+        (["serve", "M", "--response-cache-gib", "2"], "--response-cache-gib bounds what --response-cache keeps."),
+        (["data", "prepare", "M", "--chat-template", "x"], "--chat-template x renders conversations, and the layout is"),
+        (["generate", "M", "--early-exit", "at:2"], "--early-exit at:2 is not known. Use one of auto, off, at:THRESHOLD from"),
+        (["generate", "M", "--max-step-ratio", "1"], "--max-step-ratio 1 is not known. Use one of auto, off, RATIO above 1."),
+        (["plan", "train", "M", "--hardware", "h100", "--train-tokens", "-5"], "--train-tokens -5 must be at least 1."),
+        (["serve", "M", "--api-key-file", "/"], "API key file / is not a file."),
+        (["ledger", "list", "--limit", "0"], "--limit 0 must be at least 1."),
     ],
 )  # fmt: skip
 def test_what_was_typed_is_named(capsys: pytest.CaptureFixture[str], model: str, words: list[str], beginning: str) -> None:

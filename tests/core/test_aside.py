@@ -16,6 +16,7 @@ import pytest
 
 from twostroke.core import aside
 from twostroke.core.aside import directory_beside, file_beside, remove_abandoned, take_place, write_text, written_file
+from twostroke.core.errors import InputError
 
 SOURCES = Path(aside.__file__).parents[1]
 ABANDONED = f".report.html.{32 * '0'}.partial"
@@ -55,6 +56,18 @@ def test_a_full_disk_is_named_by_what_was_to_be_written(tmp_path: Path, writer: 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert caught.value.filename == str(target)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("writer", [directory_beside, file_beside])
+def test_a_file_on_the_way_is_named(tmp_path: Path, writer: Callable[[Path], Any]) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for target in (tmp_path / "notes" / "model", tmp_path / "notes" / "a" / "b" / "model"):
+        with (
+            pytest.raises(InputError, match=r"model cannot be made, because .*notes is a file\. Name another place\."),
+            writer(target),
+        ):
+            raise AssertionError
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 def test_a_link_that_waits_under_the_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

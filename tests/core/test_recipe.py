@@ -44,6 +44,8 @@ def test_set_overrides_are_read_as_toml_values_and_else_as_text(tmp_path: Path) 
         ({"train": {"steps": 3, "beta2": 1.0}}, ["beta2=1.0", "less than 1"]),
         ({"data": {"sources": []}}, ["data.sources is empty"]),
         ({"data": {"vocab_size": 100}}, ["data.vocab_size=100", "257"]),
+        ({"data": {"vocab_size": 10**12}}, ["data.vocab_size=1000000000000", "at most 4194304"]),
+        ({"train": {"steps": 3, "budget_s": float("nan")}}, ["train.budget_s=nan", "finite"]),
         ({"data": {"sources": 5}}, ["data.sources=5", "list"]),
         ({"model": {"size": "auto"}}, ["budget_s"]),
         ({"model": 7}, ["model must be a table"]),
@@ -60,6 +62,8 @@ def test_a_mistake_is_a_sentence_naming_the_key(change: dict[str, object], words
 def test_a_missing_or_malformed_file_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         read_recipe(tmp_path / "absent.toml")
+    with pytest.raises(InputError, match="is not a file"):
+        read_recipe(tmp_path)
     bad = tmp_path / "bad.toml"
     bad.write_text("steps = = 3")
     with pytest.raises(ConfigError, match="not valid TOML"):

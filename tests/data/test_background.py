@@ -204,6 +204,14 @@ def test_an_error_in_the_background_is_raised_where_the_batch_is_taken(
         [loader.next_batch() for _ in range(4)]  # two were prepared before
 
 
+def test_a_batch_that_no_memory_holds_is_an_error_where_it_is_taken(tokens: StubTokens, close: Close) -> None:
+    """It ended the thread, and the training thread waited for ever."""
+    loader = close(BackgroundLoader(plain(tokens, 10**15)))
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            loader.next_batch()
+
+
 def test_a_loader_that_is_forgotten_leaves_neither_threads_nor_processes(tokens: StubTokens) -> None:
     before = threading.active_count()
     loader = BackgroundLoader(plain(tokens), 1)

@@ -117,6 +117,14 @@ def test_nothing_changed_is_reused_and_any_change_is_not(folder: Path, tmp_path:
     assert len(list(cache.iterdir())) == 4, "nothing else is left in the cache"
 
 
+def test_a_file_in_the_place_of_the_data_is_told(folder: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    with pytest.raises(DataError, match="taken is a file, and data are prepared into a directory"):
+        prepare(recipe(folder), out=taken)
+    assert taken.read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", ["train-00000.bin", "heldout-00000.bin", "heldout.txt", "heldout-ends.bin", "tokenizer.json"])
 def test_damaged_files_are_named(folder: Path, tmp_path: Path, name: str) -> None:
     prepared = prepare(recipe(folder), tmp_path / "cache")

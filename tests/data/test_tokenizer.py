@@ -56,9 +56,11 @@ def test_a_small_text_gives_a_smaller_vocabulary(tmp_path: Path) -> None:
     assert 257 <= train_tokenizer(iter(["ab ab"]), 5000, tmp_path / "a.json").get_vocab_size() < 300
 
 
-def test_training_refuses_small_vocabularies_and_no_text(tmp_path: Path) -> None:
+def test_training_refuses_small_and_endless_vocabularies_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocab_size=256 must be at least 257"):
         train_tokenizer(iter([TEXT]), 256, tmp_path / "a.json")
+    with pytest.raises(ConfigError, match=r"vocab_size=1000000000000 must be at least 257, .*at most 4194304"):
+        train_tokenizer(iter([TEXT]), 10**12, tmp_path / "a.json")  # the library ended the process: no room for so many
     with pytest.raises(DataError, match=r"no text to train a tokenizer on"):
         train_tokenizer(iter([]), 300, tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == []

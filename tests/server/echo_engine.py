@@ -27,6 +27,9 @@ VOCAB = 300
 PAGE_TOKENS = 4
 CACHED_PAGES = 64
 
+HELD_TOKENS = 3
+"""How far answers come while they are held."""
+
 REFUSE, TOO_LARGE, FAIL_IN_STEP, HANG_IN_STEP, EXIT, STOP_PROCESS, SLOW = range(VOCAB - 7, VOCAB)
 
 
@@ -79,6 +82,7 @@ class EchoEngine:
     output_tokens: int = 0
     step_s: float = 0.0
     say: Path | None = None
+    hold: Path | None = None
     max_running: int | None = None  # the others wait
     adapters: dict[str, Path] = field(default_factory=dict)
     caches: bool = False
@@ -138,8 +142,8 @@ class EchoEngine:
         if directory == self.directory:
             time.sleep(0.1)
             return ""
-        if directory.name.startswith("slow"):
-            time.sleep(0.5)
+        while directory.name.startswith("slow") and self.hold is not None and self.hold.exists():
+            time.sleep(0.01)
         if not directory.is_dir():
             raise InputError(f"model {directory} does not exist.")
         return None if f"fp_{directory.name}" == self.fingerprint else directory.name
@@ -194,7 +198,10 @@ class EchoEngine:
         self.steps += 1
         time.sleep(self.step_s)
         events = []
+        is_held = self.hold is not None and self.hold.exists()
         for (request_id, index), request in list(self.requests.items())[: self.max_running]:
+            if is_held and request.n_output >= HELD_TOKENS:
+                continue
             first = request.tokens[0]
             if request.params.pooling is not None and first != SLOW:
                 # Of the echo model's 16 numbers: the mean of the tokens or the last one, and how many there are. A slow prompt
@@ -256,6 +263,7 @@ def main() -> int:
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--step-s", type=float, default=0.001)
     parser.add_argument("--say", type=Path, help="a file of token ids: while it is there, every answer is these")
+    parser.add_argument("--hold", type=Path, help=f"while this file is there, no answer has more than {HELD_TOKENS} tokens")
     parser.add_argument("--caches", action="store_true")
     parser.add_argument("--hold-bytes", type=int, default=0, help="memory that its process takes")
     parser.add_argument("--adds", type=int, default=0, help="what the first token of an answer is greater by")
@@ -273,7 +281,7 @@ def main() -> int:
             raise RuntimeError("as asked")
         if args.load_error == "exit":
             os._exit(9)
-        engine = EchoEngine(step_s=args.step_s, say=args.say, caches=args.caches, max_running=args.max_running)
+        engine = EchoEngine(step_s=args.step_s, say=args.say, hold=args.hold, caches=args.caches, max_running=args.max_running)
         engine.adds = args.adds
         return engine, wire.Ready("fp32", 4096, PAGE_TOKENS, 123, 456, 0.0, fingerprint="fp_echo")
 

@@ -88,6 +88,24 @@ def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def is_open(url: str) -> bool:
+    """Whether connections are accepted. One that came in the moment before the end is closed without an answer."""
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=20).status_code == 200
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        return False
+
+
+@contextlib.contextmanager
+def held(file: Path) -> Iterator[None]:
+    """Answers of an echo engine with ``--hold file`` do not end meanwhile, so that as many run as were asked for."""
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
 def named_events(text: str) -> list[dict[str, Any]]:
     """Server-sent events, each of whose names is its data's type."""
     found = []

@@ -16,20 +16,22 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import Served, echo_server, environment
+from echo_engine import HELD_TOKENS, SLOW
+from serving import Served, echo_server, environment, held, metric, until
 
 from small_models import decoder_of
 from twostroke.data.tokenizer import train_tokenizer
 from twostroke.model.save import save_model
 
 WEIGHTS = "/admin/weights"
+HOLD = "hold"
 NUMBERS = itertools.count()
-SLOW = 299  # the echo engine's: a step of it takes 50 ms
 
 
 @pytest.fixture(scope="module")
 def served(echo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with echo_server(echo_model, tmp_path_factory.mktemp("admin"), ["--admin"]) as served:
+    home = tmp_path_factory.mktemp("admin")
+    with echo_server(echo_model, home, ["--admin", f"--engine=--hold={home / HOLD}"]) as served:
         yield served
 
 
@@ -74,26 +76,24 @@ def test_answers_say_which_weights_computed_them(web: httpx.Client, tmp_path: Pa
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_under_way_names_the_weights_of_both_or_its_own(
-    web: httpx.Client, tmp_path: Path, in_flight: str, stream: bool
+    served: Served, web: httpx.Client, tmp_path: Path, in_flight: str, stream: bool
 ) -> None:
     found: list[str] = []
     before, (path, name) = served_by(web), made(tmp_path)
 
     def ask() -> None:
-        response = web.post("/v1/completions", json=body(20, SLOW, stream=stream))
+        response = web.post("/v1/completions", json=body(20, stream=stream))
         if stream:
             lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
             found.extend(dict.fromkeys(json.loads(line)["system_fingerprint"] for line in lines))
         else:
             found.append(response.json()["system_fingerprint"])
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    deadline = time.monotonic() + 20
-    while "twostroke_requests_running 1.0" not in web.get("/metrics").text:
-        assert time.monotonic() < deadline
-    time.sleep(0.2)  # some tokens
-    changed = web.post(WEIGHTS, json={"path": path, "in_flight": in_flight}).json()
+    asking, computed = threading.Thread(target=ask), metric(web, "twostroke_engine_output_tokens")
+    with held(served.stderr.with_name(HOLD)):
+        asking.start()
+        until(lambda: metric(web, "twostroke_engine_output_tokens") == computed + HELD_TOKENS)
+        changed = web.post(WEIGHTS, json={"path": path, "in_flight": in_flight}).json()
     asking.join()
     assert changed["finishing"] == (1 if in_flight == "finish" else 0)
     said = before if in_flight == "finish" else f"{before}+{name}"
@@ -118,16 +118,15 @@ def test_what_cannot_be_served_is_said_and_changes_nothing(web: httpx.Client, as
     assert answer(web)["system_fingerprint"] == before
 
 
-def test_weights_are_replaced_one_after_another(web: httpx.Client, tmp_path: Path) -> None:
+def test_weights_are_replaced_one_after_another(served: Served, web: httpx.Client, tmp_path: Path) -> None:
     first: list[int] = []
-    before, (slow, name), (other, _) = served_by(web), made(tmp_path, "slow"), made(tmp_path)
+    before, (slow, name), (other, _) = served_by(web), made(tmp_path, "slow"), made(tmp_path)  # slow: as long as it is held
     asking = threading.Thread(target=lambda: first.append(web.post(WEIGHTS, json={"path": slow}).status_code))
-    asking.start()
-    deadline = time.monotonic() + 20
-    while web.get(WEIGHTS).json()["state"] != "preparing":
-        assert time.monotonic() < deadline
-    assert answer(web)["system_fingerprint"] == before, "the old weights serve meanwhile"
-    refused = web.post(WEIGHTS, json={"path": other})
+    with held(served.stderr.with_name(HOLD)):
+        asking.start()
+        until(lambda: web.get(WEIGHTS).json()["state"] == "preparing")
+        assert answer(web)["system_fingerprint"] == before, "the old weights serve meanwhile"
+        refused = web.post(WEIGHTS, json={"path": other})
     asking.join()
     assert (refused.status_code, refused.json()["error"]["code"], first) == (409, "busy", [200])
     assert answer(web)["system_fingerprint"] == name

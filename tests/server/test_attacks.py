@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 from attacks import answer_of, connect, post, silent_connections, status_of
-from serving import Served, echo_server, metric, until
+from serving import Served, echo_server, held, is_open, metric, until
 
 from twostroke.server.gate import OPEN_ROUTES
 
@@ -107,8 +107,8 @@ def test_answers_of_clients_that_go_away_free_their_pages(served: Served, web: h
 def test_the_end_finishes_streams_and_waits_for_no_idle_connection(
     echo_model: Path, tmp_path: Path, options: list[str]
 ) -> None:
-    slowly = [*options, "--engine=--step-s", "--engine=0.05"]
-    with echo_server(echo_model, tmp_path, slowly) as server, ThreadPoolExecutor(60) as pool:
+    hold = tmp_path / "hold"
+    with echo_server(echo_model, tmp_path, [*options, f"--engine=--hold={hold}"]) as server, ThreadPoolExecutor(60) as pool:
         body = BODY | {"prompt": [35], "max_tokens": 100, "stream": True}
 
         def stream(_: int) -> str:
@@ -117,10 +117,12 @@ def test_the_end_finishes_streams_and_waits_for_no_idle_connection(
                 return answer_of(peer, to_the_end=True).decode()
 
         with idle_connections(server.url):
-            answers = [pool.submit(stream, n) for n in range(60)]
-            with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as web:
-                until(lambda: metric(web, "twostroke_http_requests_active") == 60)
-            server.process.send_signal(signal.SIGTERM)
+            with held(hold):
+                answers = [pool.submit(stream, n) for n in range(60)]
+                with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as web:
+                    until(lambda: metric(web, "twostroke_http_requests_active") == 60)
+                server.process.send_signal(signal.SIGTERM)
+                until(lambda: not is_open(server.url))
             assert all("data: [DONE]" in answer.result() for answer in answers)
             assert server.process.wait(60) == 0
 

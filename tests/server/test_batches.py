@@ -208,7 +208,7 @@ def test_batches_keep_behind_other_requests_and_survive_a_kill(echo_model: Path,
     options = ["--files-dir", str(tmp_path / "kept"), "--engine=--step-s", "--engine=0.005"]
     rows = completions(80, 20)
     with echo_server(echo_model, tmp_path, options) as served, client_of(served) as client:
-        cancelled = created(client, completions(200, 20))
+        cancelled = created(client, completions(2000, 20))
         until(client, cancelled.id, lambda batch: batch.request_counts.completed > 3)
         wait_for_running(served, 8)
         stream = client.completions.create(model="echo", prompt=[40], max_tokens=2000, stream=True)
@@ -223,7 +223,7 @@ def test_batches_keep_behind_other_requests_and_survive_a_kill(echo_model: Path,
         end = until(client, cancelled.id, over)
         assert end.status == "cancelled"
         assert end.cancelling_at <= end.cancelled_at
-        assert 3 < len(answers(client, end.output_file_id)) == end.request_counts.completed < 200
+        assert 3 < len(answers(client, end.output_file_id)) == end.request_counts.completed < 2000
         batch = created(client, rows)
         until(client, batch.id, lambda found: found.request_counts.completed > 10)
         os.kill(served.process.pid, signal.SIGKILL)

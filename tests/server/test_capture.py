@@ -31,7 +31,7 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
 
 def until(found: Callable[[], Any]) -> Any:
     """What ``found`` returns once it is true: writing is another thread's work."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (result := found()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

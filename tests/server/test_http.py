@@ -18,7 +18,7 @@ import echo_engine
 import httpx
 import psutil
 import pytest
-from serving import SOURCE, Served, echo_command, echo_server, environment, metric, until
+from serving import SOURCE, Served, echo_command, echo_server, environment, held, is_open, metric, until
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "the fox", "max_tokens": 4}
 
@@ -354,17 +354,18 @@ def test_keys_guard_everything_but_the_probes(echo_model: Path, tmp_path: Path) 
 
 
 def test_requests_over_the_limit_are_turned_away_at_once(echo_model: Path, tmp_path: Path) -> None:
-    with echo_server(echo_model, tmp_path, ["--max-concurrent", "2"]) as served:
+    hold = tmp_path / "hold"
+    with echo_server(echo_model, tmp_path, ["--max-concurrent", "2", f"--engine=--hold={hold}"]) as served:
         with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as web:
-            long = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 20}
-            threads = [threading.Thread(target=web.post, args=("/v1/completions",), kwargs={"json": long}) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            until(lambda: metric(web, "twostroke_http_requests_active") == 2)
-            refused = web.post("/v1/completions", json=BODY)
-            assert refused.status_code == 429
-            assert 1 <= int(refused.headers["retry-after"]) <= 30
-            assert refused.json()["error"]["type"] == "rate_limit_error"
+            threads = [threading.Thread(target=web.post, args=("/v1/completions",), kwargs={"json": BODY}) for _ in range(2)]
+            with held(hold):
+                for thread in threads:
+                    thread.start()
+                until(lambda: metric(web, "twostroke_http_requests_active") == 2)
+                refused = web.post("/v1/completions", json=BODY)
+                assert refused.status_code == 429
+                assert 1 <= int(refused.headers["retry-after"]) <= 30
+                assert refused.json()["error"]["type"] == "rate_limit_error"
             for thread in threads:
                 thread.join()
             assert web.post("/v1/completions", json=BODY).status_code == 200
@@ -372,7 +373,7 @@ def test_requests_over_the_limit_are_turned_away_at_once(echo_model: Path, tmp_p
 
 def test_a_killed_engine_is_told_to_clients_and_replaced(echo_model: Path, tmp_path: Path) -> None:
     with echo_server(echo_model, tmp_path) as served, httpx.Client(base_url=served.url, timeout=20, trust_env=False) as web:
-        long = BODY | {"prompt": [35], "max_tokens": 4000}
+        long = BODY | {"prompt": [echo_engine.SLOW], "max_tokens": 4000}
         with web.stream("POST", "/v1/completions", json=long | {"stream": True}) as stream, ThreadPoolExecutor(1) as pool:
             lines = stream.iter_lines()
             next(lines)
@@ -392,14 +393,6 @@ def test_a_killed_engine_is_told_to_clients_and_replaced(echo_model: Path, tmp_p
         until(lambda: web.get("/ready").status_code == 200)
         assert web.post("/v1/completions", json=BODY).status_code == 200
         assert metric(web, "twostroke_engine_restarts") == 1
-
-
-def is_open(url: str) -> bool:
-    """Whether connections are accepted."""
-    try:
-        return httpx.get(f"{url}/health", trust_env=False, timeout=20).status_code == 200
-    except httpx.ConnectError:
-        return False
 
 
 def test_sigterm_finishes_what_is_in_flight_takes_nothing_new_and_exits_0(echo_model: Path, tmp_path: Path) -> None:

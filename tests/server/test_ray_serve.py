@@ -14,6 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ import pytest
 from serving import environment, until
 
 from small_models import saved
+from twostroke.core.errors import EngineError
 from twostroke.data.tokenizer import train_tokenizer
+from twostroke.server.ray_serve.run import _with_proxy
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray Serve (the extra ray) is not installed")
 
@@ -149,8 +153,10 @@ def test_errors_are_those_of_a_server(pair: tuple[Any, httpx.Client]) -> None:
 
 
 def test_prompts_share_the_replicas_and_each_finds_its_beginning(pair: tuple[Any, httpx.Client]) -> None:
+    """Prompts are so long that a replica which does not know one is taken only where it seems 25 times as fast: with 1,200
+    characters that was three times, which a replica is beside one that other programs hold up."""
     _, web = pair
-    texts = [f"{word} quick brown fox " * 60 for word in ("the", "lazy", "dog", "over")]
+    texts = [f"{word} quick brown fox " * 400 for word in ("the", "lazy", "dog", "over")]
 
     def all_at_once(extra: str, **more: Any) -> list[int]:
         found: list[int] = []
@@ -169,18 +175,20 @@ def test_prompts_share_the_replicas_and_each_finds_its_beginning(pair: tuple[Any
     all_at_once("", n=8)
     assert min(values(web, "twostroke_endpoint_requests")) > 0
     for extra in ("1", "2", "3"):
-        assert min(all_at_once(extra)) >= 200
+        assert min(all_at_once(extra)) >= 1600
     assert len(values(web, "twostroke_prefix_hit_tokens")) == 2
 
 
 def test_a_client_that_leaves_frees_its_place(pair: tuple[Any, httpx.Client]) -> None:
     _, web = pair
+    before = sum(values(web, "twostroke_engine_output_tokens"))
     with web.stream("POST", "/v1/completions", json=LONG | {"n": 16, "stream": True}) as answer:
         pieces = answer.iter_bytes()
         next(pieces)
         assert sum(values(web, "twostroke_requests_running")) > 0
-    until(lambda: sum(values(web, "twostroke_requests_running")) == 0, 10)
-    until(lambda: sum(values(web, "twostroke_http_requests_active")) == 0, 10)
+    until(lambda: sum(values(web, "twostroke_requests_running")) == 0)
+    until(lambda: sum(values(web, "twostroke_http_requests_active")) == 0)
+    assert sum(values(web, "twostroke_engine_output_tokens")) - before < 16 * LONG["max_tokens"], "it did not end of itself"
 
 
 def busier(found: Sequence[psutil.Process]) -> psutil.Process:
@@ -195,20 +203,32 @@ def busier(found: Sequence[psutil.Process]) -> psutil.Process:
 
 
 def test_a_lost_replica_costs_no_answer_of_which_nothing_was_sent(pair: tuple[Any, httpx.Client]) -> None:
+    """Each client asks again as soon as it is answered, so that the replica has requests whenever the signal comes: of six that
+    were asked once, the first had ended on a slow machine before the last began."""
     process, web = pair
-    wanted = web.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+    asked = LONG | {"max_tokens": 1000}
+    wanted = web.post("/v1/completions", json=asked).json()["choices"][0]["text"]
     found: list[httpx.Response] = []
-    threads = [threading.Thread(target=lambda: found.append(web.post("/v1/completions", json=LONG))) for _ in range(6)]
+    lost = threading.Event()
+
+    def ask() -> None:
+        while not lost.is_set():
+            found.append(web.post("/v1/completions", json=asked))
+
     moved = values(web, "twostroke_requests_moved_total")[0]
-    for thread in threads:
-        thread.start()
-    until(lambda: sum(values(web, "twostroke_requests_running")) == len(threads), 20)
-    busier(replicas(process)).kill()
-    for thread in threads:
-        thread.join()
-    assert [answer.status_code for answer in found] == [200] * 6
+    with ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(ask) for _ in range(6)]
+        try:
+            until(lambda: [n > 0 for n in values(web, "twostroke_requests_running")] == [True, True])
+            busier(replicas(process)).kill()
+            until(lambda: values(web, "twostroke_requests_moved_total")[0] > moved)
+        finally:
+            lost.set()
+        for each in asking:
+            each.result()
+    assert len(found) >= 6
+    assert {answer.status_code for answer in found} == {200}
     assert {answer.json()["choices"][0]["text"] for answer in found} == {wanted}
-    assert values(web, "twostroke_requests_moved_total")[0] > moved
 
 
 def test_a_signal_ends_it_when_what_is_under_way_is_answered(pair: tuple[Any, httpx.Client]) -> None:
@@ -258,3 +278,15 @@ def test_a_model_that_cannot_be_loaded_is_told(tiny: Path, tmp_path: Path) -> No
     assert "no replica could start: " in done.stderr
     assert "model.safetensors" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_machine_too_busy_for_rays_proxy_is_told() -> None:
+    """Ray ended the proxy before it ran, on two cores that other programs used."""
+    from ray.exceptions import ActorDiedError
+
+    def start(error: Exception) -> None:
+        raise error
+
+    for error in (ActorDiedError(), TimeoutError()):
+        with pytest.raises(EngineError, match="HTTP proxy did not start within 60 s"):
+            _with_proxy(partial(start, error))

@@ -114,12 +114,19 @@ class LoadResult:
         return FORMULAS | {name: ENGINE_FORMULAS[name] for name in self.summary.engine}
 
     def write_raw(self, path: Path) -> None:
-        """Write one JSON line for the load, then one for each request with its raw times in seconds since the load began."""
-        with path.open("w", encoding="utf-8") as file:
-            head = {"url": self.url, "model": self.model, "load": plain(self.spec)}
-            file.write(json.dumps(head) + "\n")
-            for record in self.records:
-                file.write(json.dumps(plain(record)) + "\n")
+        """Write one JSON line for the load, then one for each request with its raw times in seconds since the load began.
+        Raises TwostrokeError, and leaves no part of it, if the file cannot be written."""
+        head = {"url": self.url, "model": self.model, "load": plain(self.spec)}
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                for each in (head, *map(plain, self.records)):
+                    file.write(json.dumps(each) + "\n")
+        except OSError as error:
+            if path.is_file():  # and not a device
+                path.unlink()
+            raise TwostrokeError(
+                f"the raw times cannot be written to {path}: {error.strerror}. Free space, or name another file."
+            ) from error
 
     def text(self) -> str:
         return summary_text(self.summary)

@@ -189,7 +189,10 @@ def bench_serve(
                     result, document = measure_once(target, load, objective, stack, keep_late)
                     texts.append("\n".join([result.text(), *compared(document["prediction"], document["measurement"])]))
                     if output is not None:
-                        result.write_raw(output)
+                        try:
+                            result.write_raw(output)
+                        except TwostrokeError as error:
+                            failure = error
                     if result.summary.n_completed == 0:
                         reasons = ", ".join(f"{n} × {why}" for why, n in result.summary.failures.items())
                         failure = TwostrokeError(f"no request was completed: {reasons}")
@@ -203,12 +206,12 @@ def bench_serve(
             texts.append(f"not measured: {error}")
         documents.append({"variant": name, **document} if each else document)
     whole = {"variants": documents} if each else documents[0]
+    shown = [f"{d['variant']}\n{text}" for d, text in zip(documents, texts, strict=True)] if each else texts
+    emit(whole, "\n\n".join(shown), as_json)  # before a page is written, which a full disk may end
     if report is not None:
         from twostroke.report.load_page import write_load_page
 
         log(f"wrote {write_load_page(report, whole)}")
-    shown = [f"{d['variant']}\n{text}" for d, text in zip(documents, texts, strict=True)] if each else texts
-    emit(whole, "\n\n".join(shown), as_json)
     if failure is not None and (not each or all("error" in document for document in documents)):
         raise failure
 

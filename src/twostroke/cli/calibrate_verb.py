@@ -12,6 +12,7 @@ from twostroke.cli.console import JSON_HELP, emit, log, progress
 from twostroke.core.contention import recently
 from twostroke.core.described import plain
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.parallel_recipe import MAX_LOCAL_RANKS
 from twostroke.core.units import format_bytes, format_flop_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def calibrate(
     device: str = typer.Option(
         None, help="Where training is measured: cpu or cuda. Default: cuda if there is a GPU. Serving runs on the CPU."
     ),
-    ranks: int = typer.Option(0, min=0, help="Processes between which collectives are measured; 0: one for each GPU."),
+    ranks: int = typer.Option(
+        0, min=0, max=MAX_LOCAL_RANKS, help="Processes between which collectives are measured; 0: one for each GPU."
+    ),
     only: str = typer.Option(None, help="Measure only what serve or train needs (serve: half a minute) and keep the rest."),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:

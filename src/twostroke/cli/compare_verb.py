@@ -35,7 +35,7 @@ def compare(
     ),
     stride: int | None = typer.Option(None, help="Tokens by which windows move. Default: three quarters of the context."),
     dtype: str | None = typer.Option(
-        None, help="fp32 or bf16: the format both compute in. Default: fp32; on the inference engine, its own choice."
+        None, help="fp32, bf16 or fp16: the format both compute in. Default: fp32; on the inference engine, its own choice."
     ),
     head_dtype: str = typer.Option("auto", help=f"How B's output head is held, not A's: {FORMATS_HELP}"),
     kv_dtype: str = typer.Option("auto", help=f"How B's keys and values are cached, not A's: {FORMATS_HELP}"),

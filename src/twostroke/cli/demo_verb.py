@@ -19,7 +19,7 @@ import typer
 
 import twostroke
 from twostroke.cli.console import JSON_HELP, emit, log
-from twostroke.core.aside import write_text
+from twostroke.core.aside import make_parent, write_text
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError, Interrupted, TwostrokeError
 from twostroke.core.recipe import read_recipe
@@ -70,7 +70,8 @@ class Demo:
 
 
 def verb(*args: str) -> Result:
-    """Run ``twostroke <args> --json`` in a child, with its progress on our stderr. Raises the error that the child reports."""
+    """Run ``twostroke <args> --json`` in a child, with its progress on our stderr. Raises the error that the child reports,
+    with its exit code: 130 after Ctrl-C."""
     command = [sys.executable, "-m", "twostroke", *args, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         output = None
@@ -88,6 +89,7 @@ def verb(*args: str) -> Result:
     if child.returncode != 0:
         error = TwostrokeError(document.get("error") or f"`twostroke {' '.join(args)}` exited with {child.returncode}.")
         error.is_told = "error" in document
+        error.exit_code = child.returncode if child.returncode > 0 else 128 - child.returncode
         raise error
     return dict(document)
 
@@ -225,8 +227,8 @@ def demo(
     if not 0 < budget_s < float("inf"):
         raise ConfigError(f"--budget-s {budget_s:g} must be above 0.")
     here = Demo(directory / f"{budget_s:g}s", recipe, budget_s)
-    here.directory.mkdir(parents=True, exist_ok=True)
     file = here.directory / "stages.json"
+    make_parent(file)
     stages = _read_stages(file)
     began = time.monotonic()
     for number, (name, (title, work)) in enumerate(STAGES.items(), start=1):

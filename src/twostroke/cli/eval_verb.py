@@ -57,7 +57,8 @@ def evaluate(
         None, help="Tokens by which windows move; context − stride overlap. Default: three quarters of the context."
     ),
     dtype: str | None = typer.Option(
-        None, help="fp32 or bf16: the format the model computes in. Default: fp32; on the inference engine, its own choice."
+        None,
+        help="fp32, bf16 or fp16: the format the model computes in. Default: fp32; on the inference engine, its own choice.",
     ),
     head_dtype: str = typer.Option("auto", help=f"How the output head is held: {FORMATS_HELP}"),
     kv_dtype: str = typer.Option("auto", help=f"How keys and values are cached: {FORMATS_HELP}"),

@@ -58,7 +58,7 @@ def generate(
     presence_penalty: float = typer.Option(0.0, help="Subtracted from the logit of every token in the answer so far."),
     frequency_penalty: float = typer.Option(0.0, help="The same, times the number of its occurrences there."),
     n: int = typer.Option(1, "-n", "--n", help="Answers to each prompt. The prompt is computed once."),
-    beams: int | None = typer.Option(None, help="Search with so many beams, and answer with the best of them."),
+    best_of: int | None = typer.Option(None, "--beams", help="Search with so many beams, and answer with the best of them."),
     length_penalty: float = typer.Option(1.0, help="Beams rank by log-probability over length to this power."),
     seed: int = typer.Option(None, help="Makes the answer repeatable. Default: a new seed each time."),
     stop: list[str] = typer.Option([], help="Text to end before. Repeatable."),
@@ -77,12 +77,12 @@ def generate(
 
     directory = opened_model(model)
     read_spec(directory).require_buildable()  # before torch is imported, so that an unusable config.json is told at once
-    if beams is None and length_penalty != 1.0:
+    if best_of is None and length_penalty != 1.0:
         raise ConfigError("--length-penalty needs --beams.")
-    if beams is not None and beams < n:
-        raise ConfigError(f"--beams {beams} must be at least -n {n}.")
+    if best_of is not None and best_of < n:
+        raise ConfigError(f"--beams {best_of} must be at least -n {n}.")
     if temperature is None:
-        temperature = 0.8 if beams is None else 0.0
+        temperature = 0.8 if best_of is None else 0.0
     if json_schema is not None and regex is not None:
         raise ConfigError("--json-schema and --regex both give the answer's form. Give one of them.")
     constraint = None if regex is None else Constraint.regex(regex)
@@ -91,8 +91,8 @@ def generate(
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens, stop=tuple(stop),
         ignore_eos=ignore_eos, n=n, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty, use_beam_search=beams is not None, best_of=beams, length_penalty=length_penalty,
-        constraint=constraint,
+        frequency_penalty=frequency_penalty, use_beam_search=best_of is not None, best_of=best_of,
+        length_penalty=length_penalty, constraint=constraint,
     )  # fmt: skip
     prompts = list(prompt) or [_stdin()]
     adapters = adapters_of(lora)
@@ -101,8 +101,8 @@ def generate(
     named = [*adapters] if len(adapters) > 1 else next(iter(adapters), None)
     inputs = {"directory": str(directory.resolve()), "dtype": engine.dtype, "n_prompts": len(prompts)}
     inputs |= {"lora": [*adapters]} if adapters else {}
-    if beams is not None:
-        inputs["beams"] = beams
+    if best_of is not None:
+        inputs["beams"] = best_of
         log(BEAMS_PLANNED)
     inputs["speculate"] = engine.speculate
     if engine.early_exit != OFF:
@@ -125,8 +125,8 @@ def generate(
             outputs = llm.generate(prompts, params, named) if as_json else _stream(llm, prompts, params, named)
         stats, rates = llm.stats(), achieved(llm.engine, hardware=run.planned.hardware)
         measured = _measured(llm, rates, outputs, startup_s)
-        why = UNMEASURED if beams is None else UNMEASURED | UNMEASURED_BEAMS
-        if beams is not None:
+        why = UNMEASURED if best_of is None else UNMEASURED | UNMEASURED_BEAMS
+        if best_of is not None:
             measured = {name: value for name, value in measured.items() if name not in UNMEASURED_BEAMS}
         measured = run.spent(measured) | measured
         run.measure(measured, why=why)

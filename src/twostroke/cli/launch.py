@@ -19,6 +19,7 @@ from twostroke.cli.hosts import Alone, Hosts
 from twostroke.cli.notices import watching
 from twostroke.cli.rank_processes import Ended, RankProcesses
 from twostroke.core.errors import InputError, Interrupted, TwostrokeError
+from twostroke.core.parallel_recipe import MAX_LOCAL_RANKS
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -47,8 +48,8 @@ class Launch:
 
 def check_ranks(n: int) -> None:
     """Raise InputError unless ``--ranks`` can start ``n``."""
-    if n < 1:
-        raise InputError(f"--ranks {n} must be at least 1.")
+    if not 1 <= n <= MAX_LOCAL_RANKS:
+        raise InputError(f"--ranks {n} must be from 1 to {MAX_LOCAL_RANKS}, the processes on this machine.")
 
 
 def run_ranks(launch: Launch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import emit_error
-from twostroke.cli.typed import UsageError, as_typed, refuse_empty, usage_sentence
+from twostroke.cli.typed import UsageError, as_typed, command_of, refuse_empty, typed_words, usage_sentence
 from twostroke.core.contention import looking
 from twostroke.core.errors import InputError, TwostrokeError, did_you_mean
 from twostroke.core.openmp import limit_spinning
@@ -46,6 +47,10 @@ VERBS: dict[str, str] = {
 }
 """Each verb lives in ``twostroke.cli.<verb>_verb`` and exports ``app``, a ``typer.Typer``. The sentence is its line in the list
 of verbs: at most 60 characters, so that none is cut in 80 columns."""
+
+
+WRONG_PATH = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES})
+"""What the system says of a path: bad input where it is one that was typed."""
 
 
 class _CtrlC(Exception):
@@ -108,7 +113,7 @@ def root(
     quantize MODEL DIRECTORY, serve DIRECTORY, ledger report.
 
     Every command takes --json: one JSON document on stdout, progress and logs on stderr. Exit codes: 0 done, 1 failed,
-    2 bad input, 75 stopped by a signal after a checkpoint.
+    2 bad input, 75 stopped by a signal after a checkpoint, 130 stopped by Ctrl-C.
     """
 
 
@@ -139,5 +144,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.stderr.close()  # the reader of our output has closed it
         sys.exit(1)
     except OSError as error:
-        emit_error(f"{error.filename or 'operating system'}: {error.strerror or error}.", as_json="--json" in args)
-        sys.exit(1)
+        is_wrong = error.errno in WRONG_PATH and any(
+            w.value == str(error.filename) for w in typed_words(*command_of(group, args))
+        )
+        remedy = " Check the path." if is_wrong else ""
+        emit_error(f"{error.filename or 'operating system'}: {error.strerror or error}.{remedy}", as_json="--json" in args)
+        sys.exit(InputError.exit_code if is_wrong else 1)

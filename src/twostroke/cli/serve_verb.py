@@ -156,7 +156,8 @@ def serve(
     spec = read_spec(directory)
     spec.require_buildable()  # before anything starts, so that an unusable config.json is told at once
     if api_key_file is not None and not api_key_file.is_file():
-        raise ConfigError(f"API key file {api_key_file} does not exist. It holds one key a line.")
+        wrong = "is not a file" if api_key_file.exists() else "does not exist"
+        raise ConfigError(f"API key file {api_key_file} {wrong}. It holds one key a line.")
     if api_key_file is None and not is_loopback(host) and not without_key:
         raise ConfigError(f"host={host} lets other machines in, and there is no --api-key-file. Give one, or --without-key.")
     engine = replace(engine, separate_prefixes=api_key_file is not None and not share_prefixes)
@@ -208,6 +209,11 @@ def serve(
         settings = replace(settings, capture=CaptureSettings(capture, int(capture_gib * 2**30), redact, redact_command))
     elif redact is not None or redact_command is not None:
         raise ConfigError("--redact and --redact-command say what --capture must not keep. Name its folder, or leave them out.")
+    for name, of, there in (
+        ("capture_gib", "--capture", capture), ("response_cache_gib", "--response-cache", response_cache),
+    ):  # fmt: skip
+        if there is None and _by_hand(context, name):
+            raise ConfigError(f"--{name.replace('_', '-')} bounds what {of} keeps. Name its folder with {of}, or leave it out.")
     of_ray = ("min_replicas", "replica_cpus", "target_ongoing", "target_wait_s", "scale_down_s")
     if ray:
         _serve_on_ray(
@@ -286,9 +292,8 @@ def _kv_events(endpoint: str | None, replay: str | None, topic: str | None, sepa
         return None
     for option, value in (("--kv-events", endpoint), ("--kv-events-replay", replay)):
         if value is not None and not value.startswith(("tcp://", "ipc://")) and (option, value) != ("--kv-events", "http"):
-            raise ConfigError(
-                f"{option} {value} must be an address as tcp://*:5557 or ipc:///run/file, --kv-events may be `http`."
-            )
+            way = ", or `http`" if option == "--kv-events" else ""
+            raise ConfigError(f"{option} {value} must be an address, as tcp://*:5557 or ipc:///run/file{way}.")
     if separate:
         raise ConfigError(
             "--kv-events tells the tokens of all prompts, and with --api-key-file each key has prefixes of its own. Give "

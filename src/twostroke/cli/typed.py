@@ -85,7 +85,7 @@ def as_typed(sentence: str, group: Any, words: Sequence[str]) -> str:
 
 def _renamed(text: str, name: str, flag: str, value: str | None) -> str:
     """``text`` with ``flag`` instead of ``name``, and with ``value``, unless it is None, instead of the value after it."""
-    before, after = r"(?<![\w.,\-/'\"])", r"(?![\w=/'\"]|\.\w)"
+    before, after = r"(?<![\w.,\-/'\"·])", r"(?![\w=/'\"]|\.\w)"
 
     def option(said: re.Match[str]) -> str:
         return f"{flag} {shlex.quote(said[1].strip(_QUOTES) if value is None else value)}"

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from twostroke.core.errors import InputError
 from twostroke.core.units import format_bytes
 
 ABANDONED_S = 10.0
@@ -89,11 +90,21 @@ def write_text(target: Path, content: str) -> None:
         stream.write(content.encode())
 
 
+def make_parent(target: Path) -> None:
+    """Make the folders above ``target``. Raises OSError, and InputError where one of them is a file."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(folder for folder in target.parents if folder.exists())
+        raise InputError(f"{target} cannot be made, because {file} is a file. Name another place.") from None
+
+
 @contextlib.contextmanager
 def directory_beside(target: Path) -> Iterator[Path]:
     """``with directory_beside(target) as aside``: a new directory to be filled and then renamed by the caller; one that still
-    has its first name at the end, after an error for example, is removed. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    has its first name at the end, after an error for example, is removed. Raises OSError, and InputError where a folder of its
+    path is a file."""
+    make_parent(target)
     remove_abandoned(target.parent)
     aside = _new_name(target)
     aside.mkdir()

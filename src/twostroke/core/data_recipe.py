@@ -13,8 +13,22 @@ STDLIB_SOURCE = "stdlib"
 
 MAX_WORKERS = 64
 
+MIN_VOCAB_SIZE = 257
+MAX_VOCAB_SIZE = 2**22
+"""One of the largest vocabularies in use, XLM-V's, has 0.9 million entries."""
+
 REUSED = "reused"
 """The note of preparing that found the shards of the same text and recipe."""
+
+
+def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
+    """Raises ConfigError for a number of entries that no tokenizer is trained with. ``tokenizers`` makes room for all that are
+    asked for, and ends the process where there is none."""
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ConfigError(
+            f"{name}={vocab_size} must be at least {MIN_VOCAB_SIZE}, for 256 bytes and one end-of-text, and at most "
+            f"{MAX_VOCAB_SIZE}."
+        )
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,11 @@ class DataRecipe:
             raise ConfigError(f"data.near_threshold={self.near_threshold} must be from 0.5 to 1.")
         if not 0 <= self.workers <= MAX_WORKERS:
             raise ConfigError(f"data.workers={self.workers} must be from 0 to {MAX_WORKERS}.")
+        if self.chat_template is not None and self.layout == "text":
+            raise ConfigError(
+                f'data.chat_template={self.chat_template!r} renders conversations, and the layout is "text". '
+                "Give theirs, or leave the template out."
+            )
         if self.dedup not in ("exact", "near", "none"):
             raise ConfigError(f'data.dedup={self.dedup!r} is not known. Use "exact", "near" or "none".')
         self._check_weights()

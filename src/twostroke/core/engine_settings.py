@@ -39,11 +39,11 @@ def _is_ratio(text: str) -> bool:
 
 _BEHIND: dict[str, Callable[[str], bool]] = {
     "DIR": bool,
-    "RATIO": _is_ratio,
-    "THRESHOLD": _is_threshold,
+    "RATIO above 1": _is_ratio,
+    "THRESHOLD from 0 to 1": _is_threshold,
     "LAYERS": lambda text: text.isascii() and text.isdigit() and len(text) <= 5 and int(text) > 0,
 }
-"""What may stand behind the beginning of a value."""
+"""What may stand behind the beginning of a value, in the words of help and errors."""
 
 
 class Setting(NamedTuple):
@@ -133,10 +133,10 @@ class EngineSettings:
     max_running: int = _number("Most requests in one step.", policy.MAX_RUNNING, "--max-running")
     token_budget: int = _number("Most tokens in one step.", policy.TOKEN_BUDGET, "--token-budget")
     max_step_ratio: str = _choice(
-        "Times as long as prompts may make a step in which requests decode, above 1",
+        "Times as long as prompts may make a step in which requests decode",
         (OFF,),
         "--max-step-ratio",
-        begins=(("", "RATIO"),),
+        begins=(("", "RATIO above 1"),),
     )
     page_tokens: int = _number("Tokens of a page of the cache.", policy.PAGE_TOKENS)
     n_threads: int | None = _number(
@@ -161,7 +161,7 @@ class EngineSettings:
         (OFF,),
         "--early-exit",
         OFF,
-        ((AT, "THRESHOLD"),),
+        ((AT, "THRESHOLD from 0 to 1"),),
     )
     deterministic: bool = _switch(
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
@@ -185,6 +185,10 @@ class EngineSettings:
                     raise ConfigError(f"{name}={value!r} is not a directory. Name one, or one that is to be made.")
             elif value is not None and not (is_integer(value) and 1 <= value <= setting.most):
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {setting.most}.")
+        if self.kv_dir_bytes is not None and self.kv_dir is None:
+            raise ConfigError(
+                f"kv_dir_bytes={self.kv_dir_bytes} bounds the file in kv_dir. Name that directory, or leave it out."
+            )
         if not (is_integer(self.replicas) and self.replicas >= 1):
             raise ConfigError(f"replicas={self.replicas!r} must be a whole number, at least 1.")
 

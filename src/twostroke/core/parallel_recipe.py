@@ -11,6 +11,10 @@ from twostroke.core.errors import ConfigError
 CUTS = ("shard", "expert", "pipeline", "context", "tensor")
 """How the ranks of a replica share its work."""
 
+MAX_LOCAL_RANKS = 1024
+"""Processes that are started on one machine. Without a limit a wrong number ended in what the system refused first, or after
+minutes of measuring."""
+
 
 @dataclass(frozen=True)
 class ParallelRecipe:

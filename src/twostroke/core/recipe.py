@@ -16,13 +16,14 @@ Example::
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe
+from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe, check_vocab_size
 from twostroke.core.documents import is_integer, read_toml
 from twostroke.core.engines import Method
 from twostroke.core.errors import ConfigError, CorruptFileError, InputError
@@ -135,8 +136,8 @@ class TrainRecipe:
             raise ConfigError('data.sources is empty. Name files, folders, globs or "stdlib".')
         if not 0 < self.data.held_out_fraction < 1:
             raise ConfigError(f"data.held_out_fraction={self.data.held_out_fraction} must be between 0 and 1.")
-        if self.data.tokenizer is None and self.data.vocab_size < 257:
-            raise ConfigError(f"data.vocab_size={self.data.vocab_size} must be at least 257: 256 bytes and one end-of-text.")
+        if self.data.tokenizer is None:
+            check_vocab_size(self.data.vocab_size, "data.vocab_size")
         m = self.model
         if self.method != "pretrain" and m.init_from is None:
             raise ConfigError(
@@ -276,8 +277,9 @@ class TrainRecipe:
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ConfigError(f"{name}={value} must be at least {least}.")
+    if not least <= value < math.inf:
+        finite = " and finite" if isinstance(value, float) else ""
+        raise ConfigError(f"{name}={value} must be at least {least}{finite}.")
 
 
 def check_nf4_block(where: str, block: Any) -> int:
@@ -376,7 +378,8 @@ def read_recipe(path: Path | str, settings: typing.Iterable[str] = ()) -> TrainR
     """The recipe in a TOML file with ``--set`` overrides applied. Raises InputError or ConfigError."""
     file = Path(path)
     if not file.is_file():
-        raise InputError(f"recipe {file} does not exist. Name a TOML file, such as recipes/quick.toml.")
+        wrong = "is not a file" if file.exists() else "does not exist"
+        raise InputError(f"recipe {file} {wrong}. Name a TOML file, such as recipes/quick.toml.")
     try:
         table = read_toml(file)
     except CorruptFileError as error:

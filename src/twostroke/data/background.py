@@ -132,11 +132,16 @@ class _Prefetcher:
                     return
                 number = self._n_started
                 self._n_started += 1
-                request, state = self._loader.next_own_request(), self._loader.state()
-            found: tuple[Batch, dict[str, int]] | BaseException
+                found: tuple[Batch, dict[str, int]] | BaseException
+                try:
+                    request, state = self._loader.next_own_request(), self._loader.state()
+                except BaseException as error:  # ``next`` raises it in the training thread
+                    self._ready[number] = error
+                    self._changed.notify_all()
+                    return
             try:
                 found = (batch_of(builder.build(request, n_rows)), state)
-            except BaseException as error:  # ``next`` raises it in the training thread
+            except BaseException as error:
                 found = error
             with self._changed:
                 self._ready[number] = found

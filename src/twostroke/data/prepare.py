@@ -27,7 +27,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer
 
-from twostroke.core.data_recipe import REUSED, DataRecipe
+from twostroke.core.data_recipe import REUSED, DataRecipe, check_vocab_size
 from twostroke.core.described import plain
 from twostroke.core.errors import ConfigError
 from twostroke.core.paths import data_cache_dir
@@ -48,7 +48,7 @@ from twostroke.data.shards import (
     write_manifest,
 )
 from twostroke.data.sources import Document, DocumentSource, find_documents
-from twostroke.data.tokenizer import MIN_VOCAB_SIZE, eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
+from twostroke.data.tokenizer import eos_id_of, load_tokenizer, tokenizer_file, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 256 * 2**20
 """About the most text that a tokenizer is trained on. More hardly changes the merges, and the trainer's memory grows with
@@ -82,8 +82,8 @@ def prepare(
         return prepare_conversations(recipe, cache_dir, report_progress, out)
     if not 0 < recipe.held_out_fraction < 1:
         raise ConfigError(f"held_out_fraction={recipe.held_out_fraction} must be above 0 and below 1.")
-    if recipe.tokenizer is None and recipe.vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(f"vocab_size={recipe.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and one end-of-text.")
+    if recipe.tokenizer is None:
+        check_vocab_size(recipe.vocab_size)
     source = find_documents(recipe.sources, recipe.text_key)
     held_out = find_documents(recipe.held_out, recipe.text_key) if recipe.held_out else None
     inputs = _inputs(recipe, source, held_out)

@@ -273,8 +273,10 @@ def _move_into_place(partial: Path, directory: Path) -> None:
 def open_or_write(directory: Path, key: str, fill: Callable[[Path], None]) -> PreparedData:
     """The prepared data at ``directory``. If it does not exist, ``fill`` writes it into a new directory that is then renamed.
 
-    Raises DataError if the directory holds data of another key, TwostrokeError if it cannot be written.
+    Raises DataError for a file or a directory that holds data of another key, TwostrokeError if it cannot be written.
     """
+    if directory.exists() and not directory.is_dir():
+        raise DataError(f"{directory} is a file, and data are prepared into a directory. Name a directory.")
     if directory.is_dir() and any(directory.iterdir()):
         prepared = open_prepared(directory)
         if prepared.key != key:

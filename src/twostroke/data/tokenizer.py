@@ -9,17 +9,15 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from twostroke.core.aside import write_text
+from twostroke.core.data_recipe import MAX_VOCAB_SIZE, check_vocab_size
 from twostroke.core.documents import read_bytes, read_object
-from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
+from twostroke.core.errors import CorruptFileError, DataError, InputError
 from twostroke.core.families import read_config
 from twostroke.data.fewest_tokens import steps_of
 
 END_OF_TEXT = "<|endoftext|>"
 """The token that ends every document. It has id 0 in tokenizers that were trained here."""
 
-MIN_VOCAB_SIZE = 257
-MAX_VOCAB_SIZE = 2**22
-"""One of the largest vocabularies in use, XLM-V's, has 0.9 million entries."""
 MAX_GROWTH = 64
 MAX_TOKEN_CHARACTERS = 4096
 """Tokens in use have a few hundred characters at most. An answer of thousands of tokens may repeat the longest."""
@@ -36,10 +34,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path | str) -> 
 
     All 256 bytes are in the vocabulary, so any text encodes and decodes back exactly. The vocabulary has ``vocab_size``
     entries, or fewer if ``texts`` hold fewer merges that occur twice. The tokenizer is saved at ``path``, atomically. Raises
-    ConfigError for a vocabulary below 257, DataError if ``texts`` are empty.
+    ConfigError for a vocabulary below 257 or above 2²², DataError if ``texts`` are empty.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(f"vocab_size={vocab_size} must be at least {MIN_VOCAB_SIZE}, for 256 bytes and one end-of-text.")
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -196,7 +196,7 @@ class Ledger:
         if kind is not None and kind not in KINDS:
             raise ConfigError(f"kind={kind!r} is not a kind of run. {did_you_mean(kind, KINDS)}")
         if limit is not None and limit < 1:
-            raise ConfigError(f"limit={limit} must be at least 1, or None for all runs.")
+            raise ConfigError(f"limit={limit} must be at least 1.")
         with self._reading() as connection:
             if connection is None:
                 return []

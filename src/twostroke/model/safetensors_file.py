@@ -82,7 +82,9 @@ def read_header(file: Path, allowance: Allowance | None = None) -> dict[str, Ten
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
-            raise CorruptFileError(f"{file} is {size} bytes; a safetensors file has a header of at least 8.")
+            raise CorruptFileError(
+                f"{file} is {size} bytes; a safetensors file has a header of at least 8. Copy or download it again."
+            )
         length = int.from_bytes(prefix, "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptFileError(

@@ -24,6 +24,7 @@ from twostroke.core.aside import directory_beside, flush_to_disk, take_place
 from twostroke.core.dtypes import TORCH_NAMES
 from twostroke.core.errors import ConfigError, CorruptFileError, DataError, InputError
 from twostroke.core.families import config_from_spec, layout
+from twostroke.core.fitted_exits import FITTED_EXITS
 from twostroke.core.spec import ModelSpec
 from twostroke.data.tokenizer import load_tokenizer, tokenizer_file
 from twostroke.model.decoder import Decoder
@@ -44,7 +45,7 @@ _PACKED_FILE = re.compile(r"[0-9a-f]{32}\.bin(\.\d+\.partial)?")
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _MODEL_FILES = {
     "config.json", SINGLE_NAME, INDEX_NAME, "adapter_config.json", "adapter_model.safetensors", "twostroke_adapter.json",
-    *COMPANION_FILES,
+    FITTED_EXITS, *COMPANION_FILES,
 }  # fmt: skip
 
 

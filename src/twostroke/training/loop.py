@@ -7,14 +7,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from twostroke.core.described import plain
-from twostroke.core.errors import CapacityError, Interrupted, TwostrokeError
+from twostroke.core.errors import CapacityError, InputError, Interrupted, TwostrokeError
 from twostroke.core.heap import keep_freed_memory, return_freed_memory
 from twostroke.core.recipe import TrainRecipe
 from twostroke.data.loader import Batch
@@ -75,12 +75,12 @@ def execute(
         if done is not None:  # another process has finished the run since ``start``
             return done
         began = time.time() if command_began is None else command_began
-        with StopSignals(inputs.log) as stop, contextlib.ExitStack() as closing:
+        run: RunState | None = None
+        with _abandoning(inputs, lambda: run), StopSignals(inputs.log) as stop, contextlib.ExitStack() as closing:
             stop.nothing_to_save = True  # until the first step of this process is done, the first Ctrl-C may end it at once
-            run: RunState | None = None
             ranks.progress.mark(Phase.BUILDING)
             try:
-                run = build(inputs)
+                run = _built(inputs)
                 # Closed in reverse order: the saver may still write when the observers have ended.
                 closing.callback(run.loader.close)
                 closing.callback(run.saver.close)
@@ -100,6 +100,30 @@ def execute(
             stop.answer = "all steps are done, and the model is being written."
             state = run
             return ranks.led(lambda: finish(state), Phase.ENDING)
+
+
+@contextlib.contextmanager
+def _abandoning(inputs: RunInputs, run: Callable[[], RunState | None]) -> Iterator[None]:
+    """A new run that turns out not to be possible before a step is done leaves nothing, so that the corrected recipe starts."""
+    try:
+        yield
+    except InputError:
+        began = run()
+        if inputs.ranks.is_first and not inputs.resumes and (began is None or not began.step):
+            inputs.directory.abandon()
+        raise
+
+
+def _built(inputs: RunInputs) -> RunState:
+    try:
+        return build(inputs)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            "weights, gradients and optimizer's state do not fit in memory. Take a smaller model; `twostroke plan train` says "
+            "what one needs."
+        ) from error
 
 
 @dataclass

@@ -144,6 +144,19 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.recipe, plain(recipe) | {"resolved": dataclasses.asdict(resolved)})
 
+    def abandon(self) -> None:
+        """Take back what a run left that ended before its first step and cannot be resumed, if that is all there is."""
+        self.recipe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others' files, or this run's, are in it
+            for file in (self.log, self.anomalies):
+                if file.is_file() and not file.stat().st_size:
+                    file.unlink()
+            if self.checkpoints.is_dir():
+                self.checkpoints.rmdir()
+            if self.is_unused():
+                (self.path / ".lock").unlink(missing_ok=True)
+                self.path.rmdir()
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the directory, so that no other process trains in it. Raises InputError if another process holds it,

@@ -42,12 +42,14 @@ def _ways(option: str, text: str, known: tuple[str, ...]) -> dict[str, Any]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition("=")
         name = SHORT_WAYS.get(name, name)
-        if name == "fsdp" and "zero" in known and value.isdigit():
+        is_number = value.isdigit() and (int(value) > 0 or name == "zero")
+        if name == "fsdp" and "zero" in known and is_number:
             found |= {"data": int(value), "zero": 3}
-        elif name in known and value.isdigit():
+        elif name in known and is_number:
             found[name] = int(value)
         else:
-            raise ConfigError(f"{option}={text}: {part!r} is not one of {', '.join(known)} with a number, as {known[0]}=2.")
+            names = ", ".join(known)
+            raise ConfigError(f"{option}={text}: {part!r} is not one of {names} with a number of at least 1, as {known[0]}=2.")
     return found
 
 

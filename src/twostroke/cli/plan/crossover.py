@@ -42,8 +42,8 @@ def crossover(
     ),
     hardware: str = HARDWARE,
     settings: list[str] = SETTINGS,
-    training_usd: float | None = typer.Option(
-        None, help="What the final training run costs; without it, that of the subject's plan."
+    run_usd: float | None = typer.Option(
+        None, "--training-usd", help="What the final training run costs; without it, that of the subject's plan."
     ),
     tokens: float = typer.Option(0.0, help="Tokens that training reads; without it a recipe's own or --steps."),
     steps: int = STEPS,
@@ -69,8 +69,8 @@ def crossover(
     spot: bool = typer.Option(False, "--spot", help="Devices are rented where they may be taken away."),
     bought: bool = typer.Option(False, "--bought", help="Devices are bought and depreciated; electricity is paid."),
     years: float | None = typer.Option(None, help="Years over which bought devices are depreciated."),
-    data_usd: float = typer.Option(0.0, help="Acquiring the data."),
-    cleaning_usd: float = typer.Option(0.0, help="Cleaning the data."),
+    data_acquisition_usd: float = typer.Option(0.0, "--data-usd", help="Acquiring the data."),
+    data_cleaning_usd: float = typer.Option(0.0, "--cleaning-usd", help="Cleaning the data."),
     people_months: float = typer.Option(0.0, help="Months of work of people."),
     repeated_runs: float = typer.Option(0.0, help="Sweeps, ablations and failures, in runs of the final's size."),
     evaluation_usd: float = typer.Option(0.0, help="Evaluation, by people or by other models."),
@@ -80,12 +80,22 @@ def crossover(
     api: str | None = typer.Option(
         None, help="A vendor's model to compare with; without it, the one of the subject's name, if any."
     ),
-    api_cached_share: float = typer.Option(0.0, help="Share of the prompts' tokens that the API has read before."),
+    cached_share: float = typer.Option(
+        0.0, "--api-cached-share", help="Share of the prompts' tokens that the API has read before, 0 to 1."
+    ),
     explain: bool = EXPLAIN,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
     """The day and the token at which serving has cost more than training, what 10% saved is worth, an API's price beside it."""
-    from twostroke.planner.choosing.crossover import Demand, Energy, PaidByRequest, Serving, own_serving, plan_crossover
+    from twostroke.planner.choosing.crossover import (
+        LIMIT_GROWTH_PER_MONTH,
+        Demand,
+        Energy,
+        PaidByRequest,
+        Serving,
+        own_serving,
+        plan_crossover,
+    )
     from twostroke.planner.choosing.serving_fits import fitting_plan
     from twostroke.planner.hardware.tables import load_hardware
     from twostroke.planner.money.api_prices import api_price, nearest_api
@@ -94,11 +104,21 @@ def crossover(
     from twostroke.planner.text.crossover import crossover_text, terms_lines
     from twostroke.planner.truth.document import plan_document
 
+    if not -100 < growth <= 100 * LIMIT_GROWTH_PER_MONTH:
+        most = 100 * LIMIT_GROWTH_PER_MONTH
+        raise ConfigError(f"--growth {growth:g} must be above -100 and at most {most:g} percent a month.")
     if (requests_per_day is None) == (tokens_per_day is None):
         raise ConfigError("the demand is needed once: give --requests-per-day or --tokens-per-day.")
     terms = _terms(spot, bought, years)
     inputs = ProjectInputs(
-        data_usd, cleaning_usd, people_months, repeated_runs, evaluation_usd, stored_gb, storage_months, egress_gb
+        data_acquisition_usd,
+        data_cleaning_usd,
+        people_months,
+        repeated_runs,
+        evaluation_usd,
+        stored_gb,
+        storage_months,
+        egress_gb,
     )
     vendor = api_price(api) if api else None
     document: dict[str, Any] = {"subject": subject or "a model"}
@@ -107,18 +127,18 @@ def crossover(
     energy = None
     serving: Serving | None = PaidByRequest(usd_per_request) if usd_per_request is not None else None
     replica = None
-    if training_usd is None or serving is None:
+    if run_usd is None or serving is None:
         if subject is None:
             raise ConfigError(
                 "a model or recipe is needed to plan with. Name one, or give --training-usd and --usd-per-request."
             )
-        machine = load_hardware(hardware, "train" if training_usd is None else "serve")
+        machine = load_hardware(hardware, "train" if run_usd is None else "serve")
         found = read_subject(subject, settings, machine)
         vendor = vendor or nearest_api(found.name)
         document |= {"subject": found.name, "hardware": machine}
-        if training_usd is None:
+        if run_usd is None:
             spent, notes = _training_cost(found, machine, terms, years, tokens, steps, data, batch_size, sequence_length)
-            training_usd, document["training_cost"] = spent.usd, spent
+            run_usd, document["training_cost"] = spent.usd, spent
         if serving is None:
             shape = serving_shape(
                 found,
@@ -151,9 +171,7 @@ def crossover(
     requests = requests_per_day if tokens_per_day is None else tokens_per_day / (prompt_tokens + output_tokens)
     assert requests is not None  # one of the two was given
     demand = Demand(requests, prompt_tokens, output_tokens, growth / 100)
-    plan = plan_crossover(
-        project_cost(training_usd, inputs), demand, serving, months, vendor, replica, api_cached_share, energy
-    )
+    plan = plan_crossover(project_cost(run_usd, inputs), demand, serving, months, vendor, replica, cached_share, energy)
     document, text = (
         document | plan_document("crossover", plan) | {"notes": notes},
         crossover_text(plan, document["subject"], lines, notes),

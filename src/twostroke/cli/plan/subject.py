@@ -140,6 +140,8 @@ def read_subject(text: str, settings: list[str], hardware: Hardware, train_token
     from twostroke.core.families import named_model
 
     path = Path(text)
+    if train_tokens < 0:
+        raise ConfigError(f"train_tokens={train_tokens} must be at least 1. Leave it out for the recipe's prepared data.")
     if path.suffix == ".toml":
         return _from_recipe(path, settings, hardware, train_tokens)
     if settings:

@@ -65,7 +65,10 @@ class ServedAdapters:
                 f"--lora {text!r:.200} must be NAME=DIR, or how many adapters, their rank and their targets, as "
                 "8,16,q_proj,v_proj."
             ) from None
-        return cls(*numbers, tuple(targets.split(",")) if targets else (ALL_LINEAR,))
+        try:
+            return cls(*numbers, tuple(targets.split(",")) if targets else (ALL_LINEAR,))
+        except ConfigError as error:
+            raise ConfigError(f"--lora {text!r:.200}: {error}") from None
 
 
 def adapters_in(directories: Iterable[Path]) -> tuple[ServedAdapters, ...]:

@@ -149,6 +149,11 @@ class Server:
         """The plan's users, who each ask again when answered; ``rounds`` (default: ``ROUNDS``) answers of each are reported."""
         shape = self.plan.shape
         users, prompts, outputs = shape.prompts, *self.lengths(spread)
+        if users > MOST_USERS:
+            raise ConfigError(
+                f"batch={shape.batch} are more users than are simulated, {MOST_USERS:,}. Lower it; "
+                "`plan serve --no-simulation` plans without them."
+            )
         n = max(users, min((rounds or ROUNDS) * users, MOST_SIMULATED - 2 * users))
         return Workload.closed(
             users, n + 2 * users, prompts, outputs, warmup=users, cooldown=users, answers=shape.answers,
@@ -173,6 +178,9 @@ RATE_REQUESTS = 600
 
 SEARCH_REQUESTS = 150
 """The same while a rate is searched."""
+
+MOST_USERS = 10_000
+"""Most users of a simulation: 17 s of it on two cores. A million would be half an hour."""
 
 MOST_SIMULATED = 4000
 """Most requests of one simulation of a plan, half a second of them."""

@@ -23,6 +23,9 @@ from twostroke.server.run import url_of
 NAME = "twostroke"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Of a cluster of our own: nothing large passes through it."""
+PROXY_START_S = 60
+"""How long Ray Serve's HTTP proxy may take to start. After 5 s, Ray's own limit, it was ended before it ran where five programs
+used two cores."""
 _TICK_S = 0.1
 
 
@@ -60,7 +63,7 @@ def serve_on_ray(
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which print a trace and end
         signal.signal(number, stopping)
     try:
-        serve.start(http_options={"host": host, "port": address[1]}, logging_config=_quiet())
+        _with_proxy(lambda: serve.start(http_options={"host": host, "port": address[1]}, logging_config=_quiet()))
         handle = _started(lambda: serve.run(
             application(settings, scale, is_loopback(host)), name=NAME, route_prefix="/", logging_config=_quiet()
         ))  # fmt: skip
@@ -84,6 +87,7 @@ def serve_on_ray(
 def _join(scale: Scale) -> None:
     """Join the cluster of RAY_ADDRESS, or start one of this machine alone. Raises ConfigError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to Ray's makers
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PROXY_START_S))
     import ray
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": NAME}
@@ -108,6 +112,19 @@ def _join(scale: Scale) -> None:
 
 def _quiet() -> dict[str, Any]:
     return {"log_level": "WARNING", "enable_access_log": False}
+
+
+def _with_proxy(start: Callable[[], Any]) -> None:
+    """Raises EngineError if Ray gives up waiting for its HTTP proxy, or ends it."""
+    from ray.exceptions import RayError
+
+    try:
+        start()
+    except (RayError, TimeoutError) as error:
+        raise EngineError(
+            f"Ray Serve's HTTP proxy did not start within {PROXY_START_S} s ({type(error).__name__}). If other programs keep "
+            "the machine busy, try again when they are done."
+        ) from None
 
 
 def _started(run: Callable[[], Any]) -> Any:
