@@ -95,6 +95,14 @@ def test_values_and_gradients_are_those_under_a_mask(n_heads: int, n_kv_heads: i
         assert float((one.double() - other).norm() / other.norm()) < ROUNDED, name
 
 
+def test_a_kernel_is_taken_after_its_proof_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the stand-in is proven; one that sees a key too many is not."""
+    assert flash_attention._error(GPU) < flash_attention.PROVEN_WITHIN
+    sound = flash_attention.flash_attention
+    monkeypatch.setattr(flash_attention, "flash_attention", lambda *of: sound(*of[:-1], of[-1] + 1))
+    assert flash_attention._error(GPU) > flash_attention.PROVEN_WITHIN
+
+
 @pytest.fixture
 def takes_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention over documents is flash attention's in every type, wherever it computes."""
