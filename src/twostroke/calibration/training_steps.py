@@ -32,7 +32,6 @@ from twostroke.planner.hardware.anchors import (
     ADAPTER_ANCHOR,
     ADAPTER_DROPOUT,
     ADAPTER_RANK,
-    LAUNCH_ANCHOR,
     VOCABULARY,
     TrainingAnchor,
     training_anchors,
@@ -103,11 +102,6 @@ def kinds_on(device: str) -> tuple[list[Kind], list[Kind]]:
     compiled = [Kind(anchor, mixed, "compiled") for anchor in training_anchors("compiled", kind)]
     types = dict.fromkeys((mixed, "fp32"))
     eager = [Kind(anchor, dtype, "eager") for anchor in training_anchors("eager", kind) for dtype in types]
-    if kind == "gpu":
-        launched: tuple[Mode, ...] = ("compiled", "eager")
-        compiled, eager = (
-            [Kind(LAUNCH_ANCHOR, mixed, mode), *kinds] for mode, kinds in zip(launched, (compiled, eager), strict=True)
-        )
     return [*compiled, Kind(ADAPTER_ANCHOR, mixed, "compiled", "lora")], eager
 
 

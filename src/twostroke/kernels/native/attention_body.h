@@ -17,7 +17,7 @@ constexpr int kTilesPerBlock = ts::kBlock / ts::kTile;
 constexpr int64_t kTaskRows = 48;
 
 // Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word. `Sums`
-// and `Many` are sixteen lanes of sums and of words, kVectors of them side by side for so many rows at once.
+// and `Many` are sixteen lanes of sums and of words, vectors_of(rows) of them side by side.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Two registers each, by hand: GCC keeps its own vectors of 64 bytes in memory where there are no registers of 64.
 using Sums = ts::F32x16;
@@ -44,9 +44,8 @@ struct SingleFloats {
     }
 };
 constexpr int kRowsAtOnce = 4;
-constexpr int vectors_of(int rows) {
-    return rows == 1 ? 4 : rows == 2 ? 2 : 1;
-}  // eight sums of two registers fill half
+// Four sums of two registers fill half of the sixteen.
+constexpr int vectors_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
 using Sums = Floats;
 using Many = Words;
@@ -124,7 +123,7 @@ TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* cons
 template <typename Format, int Rows>
 void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
                           int64_t padded, float* sums) {
-    constexpr int kVectors = vectors_of(Rows);
+    constexpr int kVectors = vectors_of(Rows), kThree = kVectors > 2 ? 3 : 1, kTwo = kVectors > 1 ? 2 : 1;
     const uint32_t* v[kTilesPerBlock];
     for (int64_t first = 0; first < padded; first += kVectors * kLanes) {
         for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
@@ -133,8 +132,8 @@ void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values
             weighted_value_rows<Format, Rows, n()>(weights, v, n_tiles, head_dim, padded, sums + first);
         };
         if (left >= kVectors) parts(Count<kVectors>{});
-        else if (left == 3) parts(Count < kVectors<3 ? 1 : 3>{});
-        else if (left == 2) parts(Count < kVectors<2 ? 1 : 2>{});
+        else if (left == 3) parts(Count<kThree>{});
+        else if (left == 2) parts(Count<kTwo>{});
         else parts(Count<1>{});
     }
 }

@@ -92,9 +92,6 @@ EAGER_ANCHORS = (TrainingAnchor(256, 1, 3, 2),)
 """Eager steps are what a machine without a compiler takes: one anchor, and a small one, since each takes twice as long."""
 
 
-LAUNCH_ANCHOR = TrainingAnchor(128, 2, 6, 1, 128)
-"""So few tokens that a GPU waits for the processor that launches its operations: what a step takes at least there."""
-
 GPU_ANCHORS: dict[str, tuple[TrainingAnchor, ...]] = {
     "compiled": (TrainingAnchor(256, 2, 6, 64), TrainingAnchor(768, 1, 3, 32), TrainingAnchor(2048, 1, 3, 16)),
     "eager": (TrainingAnchor(768, 1, 3, 16),),
@@ -103,7 +100,7 @@ GPU_ANCHORS: dict[str, tuple[TrainingAnchor, ...]] = {
 
 
 def training_anchors(mode: str, kind: str) -> tuple[TrainingAnchor, ...]:
-    """Those that are measured "compiled" (in bf16) or "eager" on a "cpu" or a "gpu", beside its ``LAUNCH_ANCHOR``."""
+    """Those that are measured "compiled" (in bf16) or "eager" on a "cpu" or a "gpu"."""
     if kind == "gpu":
         return GPU_ANCHORS[mode]
     return COMPILED_ANCHORS if mode == "compiled" else EAGER_ANCHORS
