@@ -19,10 +19,11 @@ class TrainSettings:
     before the run starts, so that the schedule is fixed and a resume is exact.
 
     ``dtype``: "bf16" and "fp16" compute in 16 bits beside fp32 master weights, fp16 with a dynamic loss scale; "pure_bf16"
-    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 20. ``optimizer``:
-    "muon" updates the blocks' matrices, with ``muon_learning_rate``, and AdamW the rest; "lamb" moves each matrix by a share of
-    its length. Weight decay is decoupled in "adamw" and "muon", a part of the direction in "lamb", added to the gradient in
-    "adam" and "sgd", and spares embeddings, norms and biases unless told otherwise.
+    keeps nothing in fp32 and rounds updates stochastically: 8 bytes a parameter with AdamW instead of 20. A processor without
+    products of bf16 computes "bf16" in fp32 (``policy.computed_type``). ``optimizer``: "muon" updates the blocks' matrices,
+    with ``muon_learning_rate``, and AdamW the rest; "lamb" moves each matrix by a share of its length. Weight decay is
+    decoupled in "adamw" and "muon", a part of the direction in "lamb", added to the gradient in "adam" and "sgd", and spares
+    embeddings, norms and biases unless told otherwise.
     ``schedule``: "wsd" stays at the full rate until the last ``decay_fraction`` of the steps. ``ema_decay`` keeps a running
     average of the weights, scored beside them and written to ``model-ema``. ``activation_checkpointing`` computes again in the
     backward pass: "full" whole blocks, "selective" all but products and flash attention. ``offload_optimizer`` = "disk" keeps
