@@ -16,7 +16,7 @@ from twostroke.calibration.bandwidth import WORKING_SETS_BYTES, working_sets
 from twostroke.calibration.measure import SMALL, Extent, calibrate, calibrate_engines
 from twostroke.calibration.products import FP16_LAYOUTS, make_product, measure_class
 from twostroke.calibration.timing import Clock
-from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, half_blocks, straight_line
+from twostroke.calibration.transformer import LEAST_SHARE, BlockSize, half_blocks, mixed_type, straight_line
 from twostroke.core.errors import ConfigError
 from twostroke.core.profile import MachineProfile, MatmulPoint, load_profile, save_profile
 from twostroke.core.rates import BlockRates
@@ -95,11 +95,12 @@ def test_a_profile_survives_being_stored(profile: MachineProfile) -> None:
 def test_products_cover_schemes_rows_and_classes(profile: MachineProfile) -> None:
     found = {(p.scheme, p.m, p.n, p.k) for p in profile.matmul}
     training = (*SMALL.classes, *SMALL.deep_classes)
-    wanted = {(s, m, n, k) for s in SMALL.training_schemes for m in SMALL.training_rows for n, k in training}
+    trained = {"fp32", mixed_type("cpu")}
+    wanted = {(s, m, n, k) for s in trained for m in SMALL.training_rows for n, k in training}
     native = {(s, m, n, k) for s in SMALL.native_schemes for m in SMALL.native_rows for n, k in SMALL.native_classes}
     quantised = {("w8", m, n, k) for m in SMALL.engine_rows for n, k in SMALL.classes}
     assert wanted | (quantised if library() is None else native) <= found
-    assert {"fp32", "bf16"} <= set(profile.peak_flop_per_s)
+    assert {name for name in profile.peak_flop_per_s if name in SMALL.training_schemes} == trained
 
 
 def test_without_native_code_the_engines_torch_products_are_measured(torchs: MachineProfile) -> None:

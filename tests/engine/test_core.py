@@ -229,12 +229,19 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(llama: Path, m
         engine(llama)
 
 
-@pytest.mark.parametrize(("bf16_products", "expected"), [(True, "bf16"), (False, "fp32")])
-def test_auto_holds_weights_in_bf16_where_the_cpu_multiplies_it(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, bf16_products: bool, expected: str
+NEEDS_NATIVE = pytest.mark.skipif(library() is None, reason="the native library was not built")
+
+
+@pytest.mark.parametrize(
+    ("runner", "bf16_products", "expected"),
+    [("torch", True, "bf16"), ("torch", False, "fp32"), pytest.param("native", False, "bf16", marks=NEEDS_NATIVE)],
+)
+def test_auto_holds_weights_in_bf16_where_it_is_multiplied(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, runner: str, bf16_products: bool, expected: str
 ) -> None:
+    """By the native library everywhere, by torch where the processor has what it needs."""
     monkeypatch.setattr(loading, "has_packed_linear", lambda _: bf16_products)
-    assert engine(llama, dtype="auto").dtype == expected
+    assert engine(llama, dtype="auto", runner=runner).dtype == expected
 
 
 def test_a_smaller_cache_means_a_shorter_context_unless_one_was_asked_for(llama: Path) -> None:

@@ -251,7 +251,7 @@ class TestRefusals:
             ({"method": "lora", "model": {}}, 'method="lora" fine-tunes an existing model'),
             ({"method": "full", "lora": {"rank": 3}}, "is set, but method=.full. trains no adapters"),
             ({"data": {"layout": "alpaca", "sources": ["stdlib"]}}, 'names "stdlib"'),
-            ({"data": {"chat_template": "x.jinja"}}, "data.layout is .text."),
+            ({"data": {"chat_template": "x.jinja"}}, "and the layout is .text."),
             ({"model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_ff": 8}, "method": "pretrain",
               "data": {"layout": "messages", "sources": ["x.json"]}}, "needs a tokenizer that knows"),
         ],
@@ -277,10 +277,11 @@ def test_memory_and_operations_are_predicted_for_the_method(make: Make, profile:
     assert measured["weights_bytes"] == pytest.approx(predicted["weights_bytes"], rel=0.005)
     assert measured["gradients_bytes"] == predicted["gradients_bytes"]
     assert measured["optimizer_bytes"] == pytest.approx(predicted["optimizer_bytes"], rel=0.01)
+    peak = profile.peak_flop_per_s[result.summary["compute_dtype"]]
     n = result.summary["n_trained_parameters"]
     assert n == 2 * 4 * ((32 + 32) + (48 + 32))  # layers · rank · (inputs + outputs) of q_proj and down_proj
     frozen = 4 * count_parameters(load_state(result.model)[0]).in_products  # forward, and the gradient of its input
-    assert measured["mfu"] == pytest.approx((frozen + 6 * n + 6 * 2 * 32 * 64) * measured["train_tok_per_s"] / 2e11)
+    assert measured["mfu"] == pytest.approx((frozen + 6 * n + 6 * 2 * 32 * 64) * measured["train_tok_per_s"] / peak)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
@@ -335,7 +336,7 @@ class TestExperts:
         for method in ("lora", "qlora"):
             result = train(make(method, method=method, dtype="bf16", lora=EXPERTS, on=mixture))
             predicted, measured = result.summary["prediction"], result.summary["measurement"]
-            # Small scales of small matrices: their own scale and mean are four bytes each, an expert.
-            assert measured["weights_bytes"] == pytest.approx(predicted["weights_bytes"], rel=0.01)
+            # Small scales of small matrices: their own scale and mean are four bytes each, an expert (831 of 72,960 in fp32).
+            assert measured["weights_bytes"] == pytest.approx(predicted["weights_bytes"], rel=0.012)
             assert measured["gradients_bytes"] == predicted["gradients_bytes"]
             assert measured["optimizer_bytes"] == pytest.approx(predicted["optimizer_bytes"], rel=0.01)

@@ -186,7 +186,7 @@ def planned_bytes(recipe: TrainRecipe, replicas: int = 2) -> float:
     assert recipe.parallel is not None
     recipe = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, data=replicas))
     resolved = json.loads((Path(recipe.output) / "recipe.json").read_text())["resolved"]
-    shape = TrainingShape.from_recipe(recipe)
+    shape = dataclasses.replace(TrainingShape.from_recipe(recipe), dtype=resolved["dtype"])
     hardware = load_hardware("h100-sxm", "train")
     spec = ModelSpec.from_dict(resolved["spec"])
     plan = plan_training(spec, shape, hardware, layout_of(recipe.parallel, spec))

@@ -17,6 +17,8 @@ from test_compression import BIG, laid_out, planned_bytes, sent_of
 from twostroke.core.compressions import COMPRESSIONS
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.policy import computed_type, multiplies_bf16
+from twostroke.core.profile import read_fingerprint
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.tables import load_hardware
@@ -25,6 +27,7 @@ from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.compression import decoded, encoded
+from twostroke.training.precision import COMPUTED_AND_STORED
 from twostroke.training.start import train
 
 DIFFERENCES = {"shard": 2, "zero": 2, "compress_weights": "int4"}
@@ -111,12 +114,18 @@ def test_runs_learn_as_without_and_send_what_is_planned(make_recipe: Any, runner
         assert found[name] == pytest.approx(found["none"], rel=apart), found
         assert found[name] != found["none"]
     assert found["both"] == pytest.approx(found["none"], rel=2e-2), found
-    weights = 4 if dtype == "fp32" else 2
+    weights = computed(recipe).itemsize
     gathered, gradients = sent["none"][0] * weights / (weights + 8), sent["none"][0] * 8 / (weights + 8)  # of two passes
     for name in APART:  # weights are gathered once, and codes are sent from the first step on
         codes = gathered * COMPRESSIONS[name].bytes_per_element / weights
         assert sent[name][0] == pytest.approx(gathered + gradients + codes, rel=5e-3)
         assert sent[name][1] == pytest.approx(gradients + codes, rel=5e-3)
+
+
+def computed(recipe: TrainRecipe) -> torch.dtype:
+    """What ``recipe`` is computed in on this processor."""
+    dtype = computed_type(recipe.train.dtype, multiplies_bf16("cpu", read_fingerprint().isa))
+    return COMPUTED_AND_STORED[dtype][0]
 
 
 @pytest.mark.parametrize("parallel", [{}, {"compress": "int4"}])
@@ -130,10 +139,10 @@ def test_a_resumed_run_ends_in_the_same_bits(make_recipe: Any, runner: RankRunne
     end = load_checkpoint(list_checkpoints(Path(whole.output) / "checkpoints")[-1][1])
     for name, master in end.weights.items():
         held = end.optimizer[f"held::{name}"]
-        assert held.dtype == torch.bfloat16
+        assert held.dtype == computed(recipe)
         assert held.shape == master.shape
         # A run that gathered the masters again at a resume would have ended elsewhere.
-        assert held.ndim < 2 or (held != master.bfloat16()).any()
+        assert held.ndim < 2 or (held != master.to(held.dtype)).any()
 
 
 def _end_of(recipe: TrainRecipe) -> tuple[Any, ...]:

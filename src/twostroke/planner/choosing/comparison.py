@@ -403,8 +403,9 @@ def _rate_rows(training: TrainingPlan, serving: ServingPlan) -> list[TableRow]:
     placed = cuts_text(serving.devices, vars(served))
     rates = training.tok_per_s, serving.prefill_tok_per_s, serving.decode_tok_per_s
     latencies = training.step_time_s, serving.ttft_s, serving.tpot_s
-    # Model FLOP a second over the peak of the activations' type.
-    peak = serving.hardware.peak(served.compute_dtype) * serving.devices
+    # Model FLOP a second over the peak of the activations' type: the native engine's where torch has no fast products of it.
+    kind, known = served.compute_dtype, serving.hardware.peak_flop_per_s
+    peak = serving.hardware.peak(kind if kind in known else f"native_{kind}") * serving.devices
     prefill_share = serving.prefill_flops_per_token * serving.prefill_tok_per_s / peak
     decode_share = serving.decode_flops_per_token * serving.decode_tok_per_s / peak
     rows = [
