@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from twostroke.core import policy
 from twostroke.core.errors import Interrupted
 from twostroke.core.policy import computed_type, multiplies_bf16
-from twostroke.core.profile import MachineProfile
+from twostroke.core.profile import MachineProfile, save_profile
 from twostroke.planner.hardware.tables import hardware_from_profile, load_hardware
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training import muon, start
@@ -61,6 +61,15 @@ def test_a_run_goes_on_in_the_type_in_which_it_began(make_recipe, monkeypatch: p
     for name, dtype in (("whole", "bf16"), ("fp32", "fp32")):
         other = start.train(make_recipe(name, dtype=dtype))
         assert other.summary["weights_sha256"] == done.summary["weights_sha256"]
+
+
+def test_a_type_without_a_rate_is_trained_without_a_prediction(make_recipe, profile: MachineProfile) -> None:
+    save_profile(replace(profile, peak_flop_per_s={"fp32": 1e11}))
+    said: list[str] = []
+    done = start.train(make_recipe(dtype="pure_bf16"), log=said.append)
+    assert done.summary["compute_dtype"] == "bf16"
+    assert not done.summary["prediction"]
+    assert any("no prediction and no MFU: this machine's profile has no rate of products in bf16" in line for line in said)
 
 
 def test_plans_of_such_a_machine_count_fp32(profile: MachineProfile) -> None:

@@ -29,7 +29,7 @@ from twostroke.planner.choosing.layouts import choose_layout
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
-from twostroke.planner.training.plan import plan_training
+from twostroke.planner.training.plan import plan_training, unknown_type
 from twostroke.planner.training.preparing import recipe_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.truth.recording import Planned, Recording, freeze
@@ -183,9 +183,10 @@ def _start(
         log(
             f"train.dtype={recipe.train.dtype!r} is computed in {dtype}: this processor multiplies bf16 a hundred times slower."
         )
-    planned = Planned()
+    planned, shape = Planned(), TrainingShape.from_recipe(recipe, steps, ranks.n_readers)
+    if hardware is not None and (kind := unknown_type(shape, hardware)) is not None:
+        hardware, why_not = None, f"this machine's profile has no rate of products in {kind}, which torch computes slowly here."
     if hardware is not None:
-        shape = TrainingShape.from_recipe(recipe, steps, ranks.n_readers)
         plan = plan_training(spec, shape, hardware, layout(spec))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))

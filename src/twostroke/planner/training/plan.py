@@ -375,6 +375,12 @@ def bubble_of(shape: TrainingShape, layout: Layout, time: StageTime, traffic: tu
     return named("bubble_s", waited, "s", source, section="communication")
 
 
+def unknown_type(shape: TrainingShape, hardware: Hardware) -> str | None:
+    """The type whose rate a plan of ``shape`` lacks on ``hardware``; None if it is known."""
+    kind = peak_type(rate_dtype(shape.on(hardware), hardware))
+    return None if kind in hardware.peak_flop_per_s else kind
+
+
 def plan_training(
     spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout = SINGLE, mtbf_device_hours: float | None = None
 ) -> TrainingPlan:
