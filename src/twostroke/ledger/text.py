@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.units import format_bytes, format_count, format_energy, format_flop_rate, format_money, format_seconds
-from twostroke.ledger.attribution import Attribution, PooledShare
 from twostroke.ledger.scoring import Row, Score, compare
 
 if TYPE_CHECKING:
+    from twostroke.ledger.attribution import Attribution, PooledShare
     from twostroke.ledger.store import Run
 
 WIDTH = 120
