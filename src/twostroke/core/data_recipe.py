@@ -22,8 +22,8 @@ REUSED = "reused"
 
 
 def check_vocab_size(vocab_size: int, name: str = "vocab_size") -> None:
-    """Raises ConfigError for a number of entries that no tokenizer is trained with. ``tokenizers`` makes room for all that are
-    asked for, and ends the process where there is none."""
+    """Raises ConfigError for a number of entries that no tokenizer is trained with. ``tokenizers`` reserves memory for all
+    entries at once, and the process aborts if that fails."""
     if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise ConfigError(
             f"{name}={vocab_size} must be at least {MIN_VOCAB_SIZE}, for 256 bytes and one end-of-text, and at most "

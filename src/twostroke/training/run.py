@@ -57,7 +57,7 @@ class RunInputs:
     def spec(self) -> ModelSpec:
         return self.resolved.spec
 
-    @property
+    @cached_property
     def computed(self) -> TrainRecipe:
         """The recipe with the training type that the run is computed in: fp32 for bf16 on a processor without its products."""
         dtype = cast(TrainingType, self.resolved.dtype or self.recipe.train.dtype)
