@@ -122,6 +122,13 @@ def test_lengths_beyond_the_context_are_refused_before_anything_starts(capsys: p
         assert "512" in err
 
 
+@pytest.mark.parametrize("repeats", ["0", "1000000"])
+def test_repeats_have_a_bound(capsys: pytest.CaptureFixture[str], model: Path, repeats: str) -> None:
+    code, _, err = run(capsys, "offline", str(model), "--repeats", repeats)
+    assert code == 2
+    assert f"--repeats {repeats} must be " in err
+
+
 def test_a_batch_beyond_what_runs_at_once_is_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, _, err = run(capsys, "offline", str(model), "--batch", "5", "--max-running", "4")
     assert code == 2

@@ -123,6 +123,7 @@ def test_prompts_beyond_the_context_are_counted_and_said(
         (("--task", "{tmp}/none.toml"), "none.toml is missing"),
         (("--task", "{tmp}/own.toml", "--engine", "vllm"), "--engine vllm is not known"),
         (("--task", "{tmp}/own.toml", "--limit", "0"), "limit"),
+        (("--limit", "5"), "--limit 5 is of a task's questions, and no --task is given"),
         (("--task", "{tmp}/own.toml", "--dtype", "int4x"), "--dtype int4x"),
         (("--task", "{tmp}/own.toml", "--kv-dtype", "int3"), "--kv-dtype int3 is not known"),
         (

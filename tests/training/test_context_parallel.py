@@ -91,7 +91,7 @@ def test_a_run_on_several_ranks_is_close_to_one(
         (
             LLAMA,
             {"sequence_length": 30},
-            "parallel.context=2 cuts sequences into 4 pieces, which train.sequence_length=30 is no",
+            "context=2 cuts sequences into 4 pieces, which sequence_length=30 is no multiple of. Use 1, 3, 5 or 15, or 28",
         ),
         (LLAMA | {"dropout": 0.1}, {}, "the model has dropout, which parallel.context=2 cannot cut yet."),
     ],

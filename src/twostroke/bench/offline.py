@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
 from twostroke.core.policy import MAX_RUNNING
@@ -29,6 +30,10 @@ FORMULAS: dict[str, str] = {
     "…_read_share": "bytes/s / the measured read rate of all threads at what one step reads: the share of the bandwidth limit",
     "…_flop_share": "FLOP/s / the best measured product rate in the weights' format",
 }
+
+
+MOST_REPEATS = 1000
+"""A thousand repeats tell a median to 4% of their spread. More is a slip of the keyboard that runs for days."""
 
 
 class Generator(Protocol):
@@ -54,9 +59,9 @@ class OfflineSpec:
     max_running: int = MAX_RUNNING
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("output_tokens", 2), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}.")
+        check_whole("prompt_tokens", self.prompt_tokens)
+        check_whole("output_tokens", self.output_tokens, least=2)
+        check_whole("repeats", self.repeats, most=MOST_REPEATS)
         if not self.batches or min(self.batches) < 1 or max(self.batches) > self.max_running:
             raise ConfigError(
                 f"batches={self.batches} must be batch sizes from 1 to {self.max_running}, the most that one step holds. "

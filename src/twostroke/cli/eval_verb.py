@@ -78,6 +78,8 @@ def evaluate(
     if ranks is not None:
         _start_ranks(typed_again(command, "ranks"), ranks)
         return
+    if limit is not None and not task:
+        raise ConfigError(f"limit={limit} is of a task's questions, and no --task is given. Name one, or leave --limit out.")
     from twostroke.evaluation.engines import engine_for, engine_formats, open_scorer
     from twostroke.evaluation.held_out import held_out_to_score
     from twostroke.evaluation.task_files import load_task

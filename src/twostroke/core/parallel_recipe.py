@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -257,7 +258,29 @@ class ParallelRecipe:
         return " · ".join(f"{name}={getattr(self, name)}" for name in cuts if getattr(self, name) > 1) or f"{cuts[0]}=1"
 
 
+def one_of(values: Iterable[int]) -> str:
+    """ "1, 2 or 4": the choices ``values``, of which there is at least one."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def dividing(number: int) -> list[int]:
+    """What divides ``number``, smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def divisors(number: int) -> str:
     """ "1, 2 or 4": what divides ``number``."""
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    return one_of(dividing(number))
+
+
+def check_pieces(sequence_length: int, context: int) -> None:
+    """Raise ConfigError if ``context`` ranks cannot share a sequence: each takes a piece of its first half and one of its
+    last."""
+    pieces = 2 * context
+    if context > 1 and sequence_length % pieces:
+        fitting = divisors(sequence_length // 2) if sequence_length > 1 and sequence_length % 2 == 0 else "1"
+        raise ConfigError(
+            f"context={context} cuts sequences into {pieces} pieces, which sequence_length={sequence_length} is no multiple "
+            f"of. Use {fitting}, or {max(1, sequence_length // pieces) * pieces} tokens."
+        )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twostroke.core.errors import ConfigError
-from twostroke.core.parallel_recipe import divisors
+from twostroke.core.parallel_recipe import check_pieces
 from twostroke.core.recipe import TrainRecipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
@@ -32,12 +32,7 @@ def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:
     """Raise ConfigError if ``n`` ranks cannot share the sequences of ``spec``'s training."""
     if n == 1:
         return
-    length = recipe.train.sequence_length
-    if length % (2 * n):
-        raise ConfigError(
-            f"parallel.context={n} cuts sequences into {2 * n} pieces, which train.sequence_length={length} is no multiple of. "
-            f"Use {divisors(length // 2) if length % 2 == 0 else 1}, or {length // (2 * n) * 2 * n or 2 * n} tokens."
-        )
+    check_pieces(recipe.train.sequence_length, n)
     away = spec.departures
     refused = {
         "latent attention": spec.mla is not None,

@@ -136,6 +136,8 @@ def train(
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(call, subject)
+    elif method == "full" and (useless := _typed(call, ("lora_rank", "lora_targets"))):
+        raise ConfigError(f"{_option(useless[0])} is of adapters, and --method full trains none. Add --method lora or qlora.")
     if ranks or (found.recipe is not None and found.recipe.parallel is not None):
         if layout != Layout(devices_per_node=layout.devices_per_node):
             raise ConfigError(f"the layout is that of [parallel] in {subject}. Change it there, or with --set parallel.data=2.")
@@ -222,10 +224,17 @@ def _or_none(name: str, value: Number) -> Number | None:
     return value or None
 
 
-def _refuse_shape_options(context: typer.Context, subject: str) -> None:
+def _refuse_shape_options(call: typer.Context, subject: str) -> None:
     """ConfigError for an option that a recipe would silently overrule."""
-    for name in SHAPE_OPTIONS:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is for a bare model, and {subject} is a recipe. Use --set train.{name}=… instead.")
+    for name in _typed(call, SHAPE_OPTIONS):
+        raise ConfigError(f"{_option(name)} is for a bare model, and {subject} is a recipe. Use --set train.{name}=… instead.")
+
+
+def _typed(call: typer.Context, names: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that stand on the command line."""
+    sources = {name: call.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated
 
 from twostroke.core.checks import check_whole
 from twostroke.core.errors import ConfigError
-from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.parallel_recipe import ParallelRecipe, dividing, divisors, one_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware, Link
 
@@ -62,7 +61,7 @@ class Layout:
             )
         plane = self.replicas * self.tensor
         if plane % self.expert:
-            raise ConfigError(f"expert={self.expert} must divide data·tensor={plane}. Use {_divisors(plane)}.")
+            raise ConfigError(f"expert={self.expert} must divide data·tensor={plane}. Use {divisors(plane)}.")
         if self.expert % self.tensor and self.tensor % self.expert:
             raise ConfigError(f"expert={self.expert} must divide tensor={self.tensor} or be a multiple of it.")
         if self.expert_data % self.copies:
@@ -149,8 +148,8 @@ def layout_of(parallel: ParallelRecipe | None, spec: ModelSpec, sharing: int = 1
 @lru_cache(maxsize=4096)
 def _check(layout: Layout, spec: ModelSpec) -> None:
     if not_divided := _not_divided(spec, layout.tensor, layout.expert):
-        choices = [n for n in _divisors_of(spec.n_heads) if not _not_divided(spec, n, layout.expert)]
-        raise ConfigError(f"tensor={layout.tensor} must divide {not_divided[0]}. Use {_one_of(choices)}.")
+        choices = [n for n in dividing(spec.n_heads) if not _not_divided(spec, n, layout.expert)]
+        raise ConfigError(f"tensor={layout.tensor} must divide {not_divided[0]}. Use {one_of(choices)}.")
     chunks = layout.pipeline * layout.interleave
     if chunks > spec.n_layers + 2:
         words = f"pipeline={layout.pipeline}" + (f" · interleave={layout.interleave}" if layout.interleave > 1 else "")
@@ -162,7 +161,7 @@ def _check(layout: Layout, spec: ModelSpec) -> None:
             raise ConfigError(f"expert={layout.expert} needs a mixture of experts, and this model is dense. Use expert=1.")
         if spec.moe.n_experts % layout.expert:
             raise ConfigError(
-                f"expert={layout.expert} must divide n_experts={spec.moe.n_experts}. Use {_divisors(spec.moe.n_experts)}."
+                f"expert={layout.expert} must divide n_experts={spec.moe.n_experts}. Use {divisors(spec.moe.n_experts)}."
             )
 
 
@@ -182,19 +181,6 @@ def _not_divided(spec: ModelSpec, tensor: int, expert: int) -> list[str]:
         if spec.moe.shared_width % tensor:
             found.append(f"the shared experts' width={spec.moe.shared_width}")
     return found
-
-
-def _divisors_of(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _divisors(n: int) -> str:
-    return _one_of(_divisors_of(n))
-
-
-def _one_of(values: Iterable[int]) -> str:
-    words = [str(v) for v in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def group_link(layout: Layout, hardware: Hardware, size: int, stride: int = 1) -> Link:

@@ -11,6 +11,7 @@ from twostroke.core.described import As, LeftOut
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import inputs, letter, named, within
+from twostroke.core.parallel_recipe import check_pieces
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
@@ -390,6 +391,7 @@ def plan_training(
     Held against published step times in tests/planner/test_training_published.py.
     """
     layout.check(spec)
+    check_pieces(shape.sequence_length, layout.context)
     shape = shape.on(hardware)
     if shape.targets:
         check_targets(spec, shape.targets)
