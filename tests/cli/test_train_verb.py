@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -15,47 +14,16 @@ from typing import Any
 
 import pytest
 
+from small_recipe import write_recipe
 from twostroke.cli.main import main
 from twostroke.core.errors import Interrupted
 from twostroke.ledger.store import Ledger
 from twostroke.training.run_directory import StepLog
 
-RECIPE = """
-output = "{output}"
-[model]
-n_layers = 2
-d_model = 32
-n_heads = 2
-d_ff = 48
-[data]
-sources = ["{corpus}"]
-vocab_size = 300
-[train]
-steps = {steps}
-batch_size = 2
-sequence_length = 32
-dtype = "bf16"
-optimizer = "muon"
-compile = false
-"""
-
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    return _write_recipe(tmp_path, "run", steps=3)
-
-
-def _write_recipe(folder: Path, name: str, steps: int) -> Path:
-    corpus = folder / "corpus"
-    if not corpus.is_dir():
-        corpus.mkdir()
-        draw = random.Random(1)
-        for number in range(12):
-            words = (draw.choice(("alpha", "beta", "gamma = delta\n", "(", ")")) for _ in range(150))
-            (corpus / f"{number}.txt").write_text(" ".join(words))
-    file = folder / f"{name}.toml"
-    file.write_text(RECIPE.format(output=folder / name, corpus=corpus, steps=steps))
-    return file
+    return write_recipe(tmp_path, "run", steps=3)
 
 
 def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -100,7 +68,7 @@ def test_a_finished_run_that_was_not_scored_is_scored(recipe: Path, capsys: pyte
 def test_watched_it_serves_its_page_while_it_runs_and_ends_as_it_does_unwatched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, watched = _write_recipe(tmp_path, "plain", 4), _write_recipe(tmp_path, "watched", 4)
+    plain, watched = write_recipe(tmp_path, "plain", 4), write_recipe(tmp_path, "watched", 4)
     _run(capsys, str(plain))
     seen: list[dict[str, Any]] = []
     append = StepLog.append
@@ -209,7 +177,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of ``STEPS`` that nothing stopped; its corpus and recipe are beside it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TWOSTROKE_HOME": str(folder / "home")}
-    command = _command(_write_recipe(folder, "whole", STEPS))
+    command = _command(write_recipe(folder, "whole", STEPS))
     subprocess.run(command, check=True, capture_output=True, env=environment)
     return folder / "whole"
 
@@ -219,7 +187,7 @@ def test_stopped_by_a_signal_it_exits_75_and_resumes_to_the_same_end(
     tmp_path: Path, undisturbed: Path, signals: list[signal.Signals]
 ) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    stopped = _write_recipe(tmp_path, "stopped", STEPS)
+    stopped = write_recipe(tmp_path, "stopped", STEPS)
     log = tmp_path / "stopped" / "log.jsonl"
     with subprocess.Popen(_command(stopped), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
         deadline = time.monotonic() + 120

@@ -59,13 +59,13 @@ def run_ranks(launch: Launch) -> None:
     ``output`` they end, and TwostrokeError is raised. So it is if a rank was lost and may not be started again: the others have
     ended, and the last checkpoint is whole.
     """
-    with _counted_stops() as stops, watching(launch.notice, stops.ask):
+    with counted_stops() as stops, watching(launch.notice, stops.ask):
         code = _run(launch, stops)
     if code:
         raise typer.Exit(code)
 
 
-class _Stops:
+class Stops:
     """How often a stop was asked for."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class _Stops:
 
 
 @contextlib.contextmanager
-def _counted_stops() -> Iterator[_Stops]:
-    stops = _Stops()
+def counted_stops() -> Iterator[Stops]:
+    stops = Stops()
     before = {number: signal.signal(number, stops.receive) for number in STOPS}
     try:
         yield stops
@@ -94,7 +94,7 @@ def _counted_stops() -> Iterator[_Stops]:
             signal.signal(number, handler)
 
 
-def _run(launch: Launch, stops: _Stops) -> int:
+def _run(launch: Launch, stops: Stops) -> int:
     existed = _has_run(launch.output)
     n_local, restarts, lost_at = launch.n_local, 0, None
     settings = {"--max-restarts": launch.max_restarts, "--min-ranks": launch.min_ranks, "threads": launch.threads}

@@ -27,6 +27,7 @@ VERBS: dict[str, str] = {
     "tokenizer": "Train a byte-level BPE tokenizer.",
     "import": "Bring in a model: Hugging Face, GGUF or llama2.c.",
     "train": "Train a model by a TOML recipe.",
+    "sweep": "Train a grid of recipes, and rank them by their score.",
     "watch": "Serve a live page of a training run.",
     "eval": "Score a model on held-out text and on tasks.",
     "score": "Log-probabilities of texts, as a server returns them.",

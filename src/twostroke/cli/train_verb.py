@@ -18,6 +18,7 @@ from twostroke.cli.rank import as_rank, is_rank
 from twostroke.cli.training_progress import training_progress
 from twostroke.cli.training_summary import summary_text
 from twostroke.core.errors import ConfigError, InputError
+from twostroke.core.parallel_recipe import MAX_LOCAL_RANKS
 
 if TYPE_CHECKING:
     from twostroke.core.recipe import TrainRecipe
@@ -58,8 +59,12 @@ def train(
     notice: str | None = typer.Option(
         None, "--interruption-notice", metavar="PATH|URL", help="A file or URL that says when this machine is taken away."
     ),
+    beside: int = typer.Option(
+        0, "--beside", metavar="N", min=0, max=MAX_LOCAL_RANKS - 1,
+        help="Other runs that train on this machine meanwhile: threads and prediction are of a share of its cores.",
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
-) -> None:
+) -> None:  # fmt: skip
     """Train by a TOML recipe with checkpoints, then score the model on held-out text beside xz -9.
 
     The prediction is frozen in the ledger before the first step and what was measured is added after the last. Ctrl-C and
@@ -76,6 +81,8 @@ def train(
     of_ranks = {"--max-restarts": max_restarts or None, "--min-ranks": min_ranks, **of_hosts}
     if ranks is None and (useless := next((name for name, value in of_ranks.items() if value is not None), None)):
         raise InputError(f"{useless} needs --ranks N, the processes on this machine.")
+    if beside and ranks is not None:
+        raise InputError("--beside is of a run in one process. Leave it or --ranks out.")
     parsed = read_recipe(recipe, settings)  # before torch is imported, so that a wrong key is told at once
     with _watched(Path(parsed.output), watch_port) if watch or watch_port is not None else contextlib.nullcontext():
         if ranks is not None:
@@ -85,7 +92,7 @@ def train(
             _launch(parsed, ranks, Hosts.parse(rendezvous, hosts, host_index), words, resume, faults)
             return
         with watching(notice, _stop_this_process):
-            directory, summary = _train_and_score(parsed, resume)
+            directory, summary = _scored(parsed, _train(parsed, resume, None, beside))
     emit({"directory": str(directory), **summary}, summary_text(directory, summary), as_json)
 
 
@@ -150,20 +157,15 @@ def _watched(directory: Path, port: int | None) -> Iterator[None]:
         server.close(linger_s=LINGER_S)
 
 
-def _train_and_score(recipe: TrainRecipe, resume: bool) -> tuple[Path, dict[str, Any]]:
-    """Train, or find the run finished. Returns its directory and summary, with its score on held-out text."""
-    return _scored(recipe, _train(recipe, resume, None))
-
-
-def _train(recipe: TrainRecipe, resume: bool, ranks: Ranks | None) -> TrainingResult:
-    """Train, or find the run finished, with the other ``ranks`` if there are any."""
+def _train(recipe: TrainRecipe, resume: bool, ranks: Ranks | None, beside: int = 0) -> TrainingResult:
+    """Train, or find the run finished, with the other ``ranks`` if there are any, ``beside`` so many other runs."""
     import psutil
 
     from twostroke.training.loop import execute
     from twostroke.training.parallelize import use_available_cores
     from twostroke.training.start import describe, find_finished, lay_out, start
 
-    laid_out = lay_out(recipe, ranks, log if ranks is None or ranks.is_first else _silent)
+    laid_out = lay_out(recipe, ranks, log if ranks is None or ranks.is_first else _silent, beside)
     use_available_cores(laid_out.layout.threads, laid_out.n_local)
     result = find_finished(recipe, resume, laid_out)
     began = psutil.Process().create_time()

@@ -34,6 +34,7 @@ CHECKED_BYTES = 64 * 2**20
 
 Kind = Literal[
     "train",
+    "sweep",
     "serve",
     "bench",
     "generate",

@@ -18,7 +18,7 @@ WIDTH = 120
 
 HEADLINES = (
     "step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "scored_tok_per_s", "quantize_s", "prepare_s", "import_s",
-    "export_s", "startup_s",
+    "export_s", "sweep_s", "startup_s",
 )  # fmt: skip
 """A list shows one number of each run: the first of these names that was measured, else the first that was predicted."""
 

@@ -77,6 +77,7 @@ class Ranks:
         self._control = control
         self._leading = False
         self.is_alone = False
+        self.beside = 0
         self.progress = Progress()
 
     # -- who ----------------------------------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ class Ranks:
 
     @property
     def n_local(self) -> int:
-        """Ranks on this machine."""
-        return 1 if self.n == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
+        """Processes on this machine that share its cores: the ranks, or a lone process and the runs ``beside`` it."""
+        return 1 + self.beside if self.n == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.n))
 
     def sharing(self, device_type: str) -> int:
         """Ranks that share the cores of one machine, if these are "cpu"; 1 where each has a device of its own."""
@@ -356,9 +357,14 @@ class Ranks:
                 dist.all_reduce(tensor)
 
 
-ALONE = Ranks()
-"""A process whose recipe has no ``[parallel]``."""
-ALONE.is_alone = True
+def alone(beside: int = 0) -> Ranks:
+    """A process whose recipe has no ``[parallel]``, with as many other runs ``beside`` it on this machine."""
+    ranks = Ranks()
+    ranks.is_alone, ranks.beside = True, beside
+    return ranks
+
+
+ALONE = alone()
 
 
 def exchanged(sent: Tensor, group: Any, kind: str) -> list[Tensor]:

@@ -41,7 +41,7 @@ from twostroke.training.loop import Evaluate, execute
 from twostroke.training.measurement import StepRecord
 from twostroke.training.observers import Observer
 from twostroke.training.parallelize import check_layout, pick_device
-from twostroke.training.ranks import ALONE, Ranks
+from twostroke.training.ranks import ALONE, Ranks, alone
 from twostroke.training.resolve import resolve_spec, resolve_steps, spec_to_lay_out, with_own_tokenizer
 from twostroke.training.run import RunInputs
 from twostroke.training.run_directory import Resolved, RunDirectory, first_difference
@@ -55,17 +55,18 @@ def _silent(line: str) -> None:
     pass
 
 
-def lay_out(recipe: TrainRecipe, ranks: Ranks | None, log: Log = _silent) -> Ranks:
+def lay_out(recipe: TrainRecipe, ranks: Ranks | None, log: Log = _silent, beside: int = 0) -> Ranks:
     """``ranks`` by the recipe's ``[parallel]``, which is data parallel where several have none; a process by itself without
-    either. ``log`` is told what the planner chose where that lays out.
+    either, with so many other runs ``beside`` it. ``log`` is told what the planner chose where that lays out.
 
     All ranks must run the same recipe and the same releases. Raises ConfigError on all of them otherwise, and for a layout that
     does not divide them.
     """
     if ranks is None:
         if recipe.parallel is None:
-            return ALONE
+            return alone(beside)
         ranks = Ranks()
+        ranks.beside = beside
     layout = recipe.parallel or ParallelRecipe()
     with ranks.agreed():
         releases = {"twostroke": code_version(), "torch": str(torch.__version__)}
@@ -85,7 +86,7 @@ def _chosen(recipe: TrainRecipe, ranks: Ranks, log: Log) -> ParallelRecipe:
     assert recipe.parallel is not None
     if ranks.n == 1:
         return dataclasses.replace(recipe.parallel, layout="explicit")
-    hardware, why_not = _hardware_of(pick_device())
+    hardware, why_not = hardware_of(pick_device())
     if hardware is None:
         raise ConfigError(f'parallel.layout="auto" is planned by a profile of this machine: {why_not}')
     spec = spec_to_lay_out(with_own_tokenizer(recipe))
@@ -165,7 +166,7 @@ def _start(
     directory = RunDirectory(Path(recipe.output))
     resolved = directory.open(recipe, resume)
     check_offload(recipe.train, pick_device().type)
-    hardware, why_not = _hardware_of(pick_device())
+    hardware, why_not = hardware_of(pick_device())
     layout = partial(layout_of, ranks.layout, sharing=ranks.sharing(pick_device().type))
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)
@@ -238,7 +239,7 @@ def _preparing_s(recipe: DataRecipe, prepared: PreparedData, hardware: Hardware)
         return 0.0
 
 
-def _hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
+def hardware_of(device: torch.device) -> tuple[Hardware | None, str]:
     """(the machine as calibrated for training on ``device``, or None; the reason if it is None)."""
     try:
         return load_hardware("this", "train", device.type), ""

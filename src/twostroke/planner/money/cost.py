@@ -208,11 +208,11 @@ def predicted_power(watts: float) -> Price:
 
 def bill(values: Mapping[str, Any], hardware: Hardware, watts: float | None, n_devices: int = 1) -> dict[str, float]:
     """Money, and with ``watts`` of all devices energy, by their ledger names. They follow from ``values``: a run's from
-    ``train_time_s`` or ``elapsed_s``, a million tokens' from ``output_tok_per_s`` or ``scored_tok_per_s``. They are predicted
-    where those are, and measured where those are."""
+    ``train_time_s``, ``sweep_s`` or ``elapsed_s``, a million tokens' from ``output_tok_per_s`` or ``scored_tok_per_s``. They
+    are predicted where those are, and measured where those are."""
     found: dict[str, float] = {}
     rate = values.get("output_tok_per_s", values.get("scored_tok_per_s"))
-    seconds = values.get("train_time_s", values.get("elapsed_s"))
+    seconds = values.get("train_time_s", values.get("sweep_s", values.get("elapsed_s")))
     usd_per_hour = n_devices * hardware.usd_per_hour.value
     if rate:
         found["cost_per_mtok_usd"] = usd_per_million_tokens(rate, usd_per_hour)

@@ -93,6 +93,7 @@ _QUANTITIES: dict[str, tuple[str, str | None, int]] = {
     "startup_s": ("startup", None, _TIME),
     "warm_startup_s": ("startup", None, _TIME),
     "train_time_s": ("run_time", "train", _TIME),
+    "sweep_s": ("run_time", "train", _TIME),
     "energy_kwh": ("energy", "train", _TIME),
     "cost_usd": ("run_time", "train", _TIME),
     "ttft_s": ("ttft", "serve", _TIME),

@@ -52,7 +52,9 @@ class Planned:
 def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned, ledger: Ledger | None = None) -> str:
     """The id of a run whose prediction, with its intervals, is in the ledger now. Raises TwostrokeError or OSError where the
     ledger cannot be written."""
-    frozen = predict_with_intervals(planned.values, planned.hardware, "train" if kind == "train" else "serve", ledger)
+    frozen = predict_with_intervals(
+        planned.values, planned.hardware, "train" if kind in ("train", "sweep") else "serve", ledger
+    )
     return (ledger or Ledger()).freeze(kind, subject, {**inputs, **planned.inputs, **_machine(planned.hardware)}, frozen)
 
 
