@@ -117,7 +117,7 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
         request_s - prompt_s,
         max(0.0, step_s),
         max(0.0, answer_s),
-        start_s=min(one.startup_s for one in (*few, *many)),
+        start_s=median(one.startup_s for one in (*few, *many)),
         handling_s=max(0.0, handling_s - prompt_s),
         idle_s=max(0.0, median(one.prefill_s for one in (*few, *many)) - prefill_s),
         shared_answer_s=sharing.answer_s,

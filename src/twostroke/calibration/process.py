@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
 import subprocess
 import sys
@@ -9,8 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from twostroke.core.paths import home
-from twostroke.core.rates import Process
+from twostroke.core.rates import PAGE_BYTES, Process
 from twostroke.core.units import MIB
 
 _FRESH = """
@@ -26,15 +31,51 @@ print(imported, pages * os.sysconf("SC_PAGE_SIZE"))
 """
 
 
+_IMPORT = """
+import time
+begin = time.perf_counter()
+import {module}
+print(time.perf_counter() - begin)
+"""
+
+ENGINES = {"train": "twostroke.training.start", "serve": "twostroke.engine.llm"}
+"""What a process imports of either engine, torch with it."""
+
+
 def measure_fresh_process() -> Process:
-    """Seconds of ``import torch``, and resident bytes after a first product, both in a new process. If that fails, or /proc is
-    missing, they are the assumed ones."""
+    """Seconds of ``import torch`` and of importing either engine with it, and resident bytes after a first product, each in a
+    new process. If that fails, or /proc is missing, they are the assumed ones."""
     try:
-        done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, timeout=60, check=True)
-        import_s, resident = done.stdout.split()
+        import_s, resident = _new_process(_FRESH)
+        engines = {
+            name: min(_new_process(_IMPORT.format(module=module))[0] for _ in range(2)) for name, module in ENGINES.items()
+        }
     except (OSError, ValueError, subprocess.SubprocessError):
         return Process()
-    return Process(float(import_s), float(resident))
+    return Process(import_s, resident, engines["train"], engines["serve"], measure_page_fault())
+
+
+def measure_page_fault(n_pages: int = 8192) -> float | None:
+    """Seconds of the first touch of a page by one thread, the best of three times ``n_pages``; None where large pages cannot be
+    left out."""
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return None
+    best_s = math.inf
+    for _ in range(3):
+        mapped = mmap.mmap(-1, n_pages * PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        pages = torch.frombuffer(mapped, dtype=torch.uint8).view(n_pages, PAGE_BYTES)[:, 0]
+        begin = time.perf_counter()
+        pages.fill_(1)
+        best_s = min(best_s, time.perf_counter() - begin)
+    return best_s / n_pages
+
+
+def _new_process(program: str) -> list[float]:
+    """The numbers that ``program`` prints."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return [float(word) for word in done.stdout.split()]
 
 
 def measure_disk(n_bytes: int = 128 * MIB) -> tuple[float, float]:

@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from twostroke.calibration.timing import DISTURBED_SHARE, Clock, Window
 from twostroke.calibration.transformer import empty_compile_cache, mixed_type, start_compiler
-from twostroke.core.heap import keep_freed_memory
+from twostroke.core.heap import settle_memory
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.rates import Mode, TrainingStep
 from twostroke.core.train_settings import TrainSettings
@@ -129,8 +129,8 @@ class Repeated:
         place = torch.device(device)
         self._step = _training_step(anchor, n_layers, dtype, mode, place, method)
         self._laps, self._batch = StepClock(place), _batch(anchor, place)
-        keep_freed_memory()  # as a run does before its steps
         self.first_s = self.once()["whole"]
+        settle_memory()  # as a run does
         self.is_usable = mode != "compiled" or self._step.is_compiled
 
     def once(self) -> dict[str, float]:
@@ -198,31 +198,41 @@ def _measured(clock: Clock, kind: Kind, n_layers: int, step: Repeated) -> Traini
 
 def in_a_new_process(steps: Sequence[TrainingStep], kind: Kind, device: str) -> tuple[list[TrainingStep], float | None]:
     """(``steps``, what the first step of a new process takes beyond the first of this one). The shallow step of ``kind`` gets
-    its peak, and an eager deep one too. They are measured in new processes with an empty compile cache, as a first run has it:
-    a compiler that has compiled leaves memory behind. As they were, and None, if that fails or takes too long."""
+    its peak, and an eager deep one too; a compiled one what a start takes whose graphs lie in the compiler's cache. Peaks are
+    measured in new processes with an empty one, as a first run has it: a compiler that has compiled leaves memory behind. As
+    they were, and None, if that fails or takes too long."""
     asked = (kind.anchor.width, kind.dtype, kind.mode, kind.method)
     mine = [step for step in steps if (step.width, step.dtype, step.mode, step.method) == asked]
-    peaks: dict[int, float] = {}
+    found: dict[int, dict[str, Any]] = {}
     longer_s: float | None = None
     try:
         for step in mine if kind.mode == "eager" else mine[:1]:
             runs = [_new_process(step, kind.anchor, device) for _ in range(PEAK_PROCESSES[kind.mode])]
-            first_s, peaks[step.n_layers] = (statistics.median(values) for values in zip(*runs, strict=True))
+            first_s, peak_bytes, start_s = (statistics.median(values) for values in zip(*runs, strict=True))
+            found[step.n_layers] = {"peak_bytes": peak_bytes}
+            if kind.mode == "compiled":
+                found[step.n_layers]["compiled_start_s"] = start_s
             longer_s = max(0.0, first_s - step.first_step_s) if longer_s is None else longer_s
     except (OSError, ValueError, subprocess.SubprocessError):
         return [*steps], None
-    return [replace(step, peak_bytes=peaks.get(step.n_layers)) if step in mine else step for step in steps], longer_s
+    return [replace(step, **found.get(step.n_layers, {})) if step in mine else step for step in steps], longer_s
 
 
-def _new_process(step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float]:
-    """(seconds of the first step, bytes of the peak) of a process of its own. Raises OSError, ValueError or SubprocessError."""
+def _new_process(step: TrainingStep, anchor: TrainingAnchor, device: str) -> tuple[float, float, float]:
+    """(seconds of the first step, bytes of the peak) of a process of its own; and what the start of a second one takes, which
+    finds what the first has compiled (0 of eager steps). Raises OSError, ValueError or SubprocessError."""
     shape = map(str, (anchor.width, step.n_layers, anchor.deep, anchor.batch_size, anchor.sequence_length))
     how = (step.dtype, step.mode, step.method, device, str(torch.get_num_threads()))
     command = [sys.executable, "-m", __name__, *shape, *how]
-    with empty_compile_cache():
+
+    def run() -> list[float]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PEAK_TIMEOUT_S, check=True)
-    first_s, peak_bytes = map(float, done.stdout.split()[-2:])
-    return first_s, peak_bytes
+        return [float(word) for word in done.stdout.split()[-3:]]
+
+    with empty_compile_cache():
+        first_s, peak_bytes, _ = run()
+        start_s = run()[2] if step.mode == "compiled" else 0.0
+    return first_s, peak_bytes, start_s
 
 
 def _main(arguments: list[str]) -> None:
@@ -230,23 +240,24 @@ def _main(arguments: list[str]) -> None:
     torch.set_num_threads(int(n_threads))
     anchor, place = TrainingAnchor(*map(int, shape)), torch.device(device)
     laps, batch = StepClock(place), _batch(anchor, place)
-    importing_s = 0.0
+    importing_s = starting_s = 0.0
     if mode == "compiled":
         begin = time.perf_counter()
         importlib.import_module("torch._inductor.compile_fx")
         importing_s = time.perf_counter() - begin
-        start_compiler(device)  # what it does once on a machine is no run's
+        start_compiler(device)  # what it does once on a machine is no run's first step
+        starting_s = time.perf_counter() - begin
     step = _training_step(anchor, anchor.shallow, dtype, mode, place, method)
     first_s = 0.0
-    keep_freed_memory()
     for n in range(PEAK_STEPS["compiled" if mode == "compiled" else "eager"]):
-        if n == 1:  # the memory that compiling took for the moment is not a step's
+        if n == 1:  # as a run does. The memory that compiling took for the moment is not a step's
+            settle_memory()
             reset_peak(place)
         laps.start()
         begin = time.perf_counter()
         step([batch], 1.0, laps)
         first_s = first_s or time.perf_counter() - begin
-    print(importing_s + first_s, peak_memory_bytes(place))
+    print(importing_s + first_s, peak_memory_bytes(place), starting_s + first_s)
 
 
 if __name__ == "__main__":

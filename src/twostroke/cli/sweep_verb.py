@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twostroke.cli.console import JSON_HELP, emit, emit_error, log, progress
-from twostroke.core.errors import ConfigError, InputError, Interrupted, TwostrokeError
-from twostroke.core.grid import Point, makespan, points_of
+from twostroke.core.errors import InputError, Interrupted, TwostrokeError
+from twostroke.core.grid import Point, points_of
 from twostroke.core.parallel_recipe import MAX_LOCAL_RANKS
 from twostroke.core.units import format_count, format_seconds
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from twostroke.cli.sweep_processes import Job, Outcome
     from twostroke.core.recipe import TrainRecipe
     from twostroke.data.shards import PreparedData
-    from twostroke.planner.hardware.device import Hardware
 
 SCORES = {"heldout_bits_per_byte": "bits per byte", "heldout_answer_nats_per_token": "nats a token"}
 """What points are ranked by, lowest first: the one that their runs measure, and its unit."""
@@ -69,24 +68,25 @@ def sweep(
     parsed = _recipes(recipe, settings, points)
     runs = _opened(points, parsed, resume)
     output = runs[0].directory.parent
-    prepared = _prepared(runs)
+    left = [run for run in runs if run.summary is None]
+    prepared = _prepared(left)
     from twostroke.cli.sweep_processes import run_points
+    from twostroke.cli.sweep_times import SweepTimes
     from twostroke.planner.truth.recording import Planned, recording
 
-    left = [run for run in runs if run.summary is None]
-    timed = _Timed(left, prepared)
-    n, sentence = timed.places(at_once)
+    times = SweepTimes([run.recipe for run in left], prepared)
+    n, sentence = times.at_once(at_once)
     log(sentence)
-    jobs = [_job(run, recipe, settings, n, timed.steps.get(run.point.name, run.recipe.train.steps)) for run in left]
+    jobs = [_job(run, recipe, settings, n, steps) for run, steps in zip(left, times.steps(n), strict=True)]
     inputs = {"recipe": str(recipe.resolve()), "vary": list(vary), "set": list(settings), "at_once": n, "resumes": resume}
     began = time.monotonic()
 
     def plan() -> Planned:
-        return Planned({"sweep_s": timed.seconds(n)}, timed.hardware, n_devices=1 if timed.is_cpu else n)
+        return Planned({"sweep_s": times.seconds(n)}, times.hardware, n_devices=1 if times.is_cpu else n)
 
     with recording("sweep", str(output), inputs, plan if left else None, log) as entry:
         with progress("sweep", float(max(1, len(jobs)))) as advance, entry.meter:
-            outcomes, is_stopped = run_points(jobs, timed.environments(n), advance)
+            outcomes, is_stopped = run_points(jobs, times.environments(n), advance)
         elapsed_s = time.monotonic() - began
         is_whole = all(outcome.status == "finished" for outcome in outcomes.values())
         was_new = not any(run.began for run in left)  # a plan is of whole runs, not of what was left of them
@@ -161,91 +161,22 @@ def _finished(directory: Any) -> Mapping[str, Any] | None:
     return summary if SCORES.keys() & summary.get("measurement", {}).keys() else None
 
 
-def _prepared(runs: Sequence[Run]) -> dict[str, PreparedData]:
-    """The data of each run that is not finished, by the point's name: prepared here, once, so that no two processes do it."""
+def _prepared(runs: Sequence[Run]) -> list[PreparedData]:
+    """The data of each of ``runs``: prepared here, once, so that no two processes do it."""
     from twostroke.core.described import plain
     from twostroke.data.prepare import prepare
     from twostroke.training.resolve import with_own_tokenizer
 
     made: dict[str, PreparedData] = {}
-    found = {}
+    found = []
     for run in runs:
-        if run.summary is not None:
-            continue
         data = with_own_tokenizer(run.recipe).data
         key = json.dumps(plain(data), sort_keys=True)
         if key not in made:
             with progress("preparing data", 1.0) as advance:
                 made[key] = prepare(data, progress=advance)
-        found[run.point.name] = made[key]
+        found.append(made[key])
     return found
-
-
-class _Timed:
-    """What runs are planned to take when several train at once."""
-
-    def __init__(self, runs: Sequence[Run], prepared: Mapping[str, PreparedData]) -> None:
-        from twostroke.training.parallelize import available_cores, pick_device
-        from twostroke.training.start import hardware_of
-
-        self._runs, self._prepared = runs, prepared
-        device = pick_device()
-        self.is_cpu = device.type == "cpu"
-        self._most = min(max(1, len(runs)), available_cores() if self.is_cpu else _n_cards())
-        self._hardware, self._why_not = hardware_of(device)
-        self.steps: dict[str, int] = {}
-
-    @property
-    def hardware(self) -> Hardware:
-        if self._hardware is None:
-            raise ConfigError(self._why_not)
-        return self._hardware
-
-    def places(self, asked: int) -> tuple[int, str]:
-        """How many train at once, and a sentence that says why."""
-        n_left = len(self._runs)
-        if asked:
-            if asked > self._most and not self.is_cpu:
-                raise ConfigError(f"at_once={asked} is more than the {_n_cards()} GPUs, of which each point takes one.")
-            n = min(asked, max(1, n_left))
-            return n, f"{n_left} points to train, {n} at once."
-        if self._hardware is None or not n_left:
-            return 1, f"{n_left} points to train, one after another."
-        seconds = {n: self.seconds(n) for n in range(1, self._most + 1) if n == 1 or self._fit(n)}
-        n = min(seconds, key=lambda each: (seconds[each], each))
-        alone = f"; one after another {format_seconds(seconds[1])}" if n > 1 else ""
-        return n, f"{n_left} points to train, {n} at once: predicted {format_seconds(seconds[n])}{alone}."
-
-    def seconds(self, n: int) -> float:
-        """From the start of the first run to the end of the last, ``n`` at once."""
-        return makespan([self._planned(run, n).train_time_s or 0.0 for run in self._runs], n)
-
-    def _fit(self, n: int) -> bool:
-        return all(self._planned(run, n).fits for run in self._runs)
-
-    def _planned(self, run: Run, n: int) -> Any:
-        from twostroke.planner.training.layout import layout_of
-        from twostroke.planner.training.plan import plan_training
-        from twostroke.planner.training.shape import TrainingShape
-        from twostroke.training.ranks import alone
-        from twostroke.training.resolve import resolve_spec, resolve_steps
-
-        ranks = alone(n - 1)
-        spec = resolve_spec(run.recipe, self._prepared[run.point.name], self.hardware, ranks)
-        steps = resolve_steps(run.recipe, spec, self.hardware, ranks)
-        self.steps[run.point.name] = steps
-        layout = layout_of(ranks.layout, spec, ranks.sharing("cpu" if self.is_cpu else "cuda"))
-        return plan_training(spec, TrainingShape.from_recipe(run.recipe, steps), self.hardware, layout)
-
-    def environments(self, n: int) -> list[dict[str, str]]:
-        """Of the places that points train in: each its own GPU, where there are some."""
-        return [{} if self.is_cpu else {"CUDA_VISIBLE_DEVICES": str(place)} for place in range(n)]
-
-
-def _n_cards() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _job(run: Run, recipe: Path, settings: Sequence[str], n: int, steps: int) -> Job:

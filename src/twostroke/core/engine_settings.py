@@ -113,7 +113,7 @@ class EngineSettings:
     model's own first layers, exit: of a quarter of them.
     ``max_step_ratio`` RATIO, above 1: as much of prompts goes beside requests that decode as makes a step so many times as long
     as it is predicted without, corrected by the steps that were measured; auto: ``policy.STEP_RATIO`` where the machine was
-    calibrated; off: as much as ``token_budget`` allows.
+    calibrated, in a server (``LLM`` begins with off); off: as much as ``token_budget`` allows.
     ``early_exit`` at:THRESHOLD: a token is taken from an earlier layer if its probability is so much above the next one's (0 to
     1; 1: never); auto: by the threshold that was fitted to the model, so that a bounded share of tokens changes.
     ``deterministic``: the engine starts only where each log-probability has the same bits in any batch, chunks, number of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_KEPT = 32 << 20
@@ -17,7 +18,17 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def keep_freed_memory() -> None:
+def settle_memory() -> None:
+    """Give back what the first of many steps has freed, and keep what the others free for the steps after them.
+
+    A first step compiles. What the compiler freed stayed in holes between the steps' blocks, and they went elsewhere: a run of
+    1.4M parameters took 683 MB where it compiled and 582 where it found its graphs in the cache."""
+    gc.collect()
+    return_freed_memory()
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
     """Keep what steps free for the steps after them. A page that comes back from the system is cleared at its first touch.
 
     Eager steps of 4 × 192 took 190 ms instead of 230 (medians of five pairs, two cores), compiled ones as long as before; the

@@ -19,13 +19,25 @@ Phase = Literal["prefill", "decode"]
 ASSUMED_IMPORT_S = 2.0
 """Importing torch, where it was not measured."""
 
+PAGE_BYTES = 4096
+"""Of memory that the system hands out and clears at its first touch."""
+
 
 @dataclass(frozen=True)
 class Process:
-    """A Python process with torch before it does anything: the import, and resident bytes after a first product."""
+    """A Python process before it does anything: importing torch, torch with either engine, and resident bytes after a first
+    product; and a thread's first touch of a page of ``PAGE_BYTES``. Profiles from before something was measured have None."""
 
     torch_import_s: float = ASSUMED_IMPORT_S
     resident_bytes: float = 0.0
+    train_import_s: float | None = None
+    serve_import_s: float | None = None
+    page_fault_s: float | None = None
+
+    def import_s(self, engine: Engine) -> float:
+        """Of ``engine`` and torch."""
+        measured_s = self.train_import_s if engine == "train" else self.serve_import_s
+        return self.torch_import_s if measured_s is None else measured_s
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,9 @@ class BlockRates:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A whole step of an anchor (``planner.training.anchors``), medians by part; ``peak_bytes`` of a process of its own."""
+    """A whole step of an anchor (``planner.training.anchors``), medians by part; ``peak_bytes`` of a process of its own, and
+    ``compiled_start_s`` that one takes until its first step, beyond importing torch, if its graphs lie in the compiler's
+    cache."""
 
     width: int
     n_layers: int
@@ -82,6 +96,7 @@ class TrainingStep:
     first_step_s: float
     peak_bytes: float | None = None
     method: str = "full"
+    compiled_start_s: float | None = None
 
     def direction_s(self, direction: str) -> float:
         return self.forward_s if direction == "forward" else self.backward_s
@@ -118,6 +133,13 @@ class TrainingRates:
     adapter_backward_s: float | None = None
     adapter_update_s: float | None = None
     adapter_compile_s: float | None = None
+
+    def compiled_start_s(self, method: str) -> float | None:
+        """Seconds of a new process until its first step, whose graphs lie in the compiler's cache, beyond importing torch; None
+        if that was not measured."""
+        kinds = ("full",) if method == "full" else ("lora", "full")
+        found = [step.compiled_start_s for kind in kinds for step in self.steps if step.method == kind]
+        return next((seconds for seconds in found if seconds is not None), None)
 
     def block(self, dtype: str, mode: str, direction: str) -> BlockRates | None:
         """What was measured of a block; of fp16, which is not, what bf16 takes beside its products."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twostroke.core.engine_settings import EngineSettings
+from twostroke.core.engine_settings import OFF, EngineSettings
 from twostroke.core.errors import EngineError
 from twostroke.engine.core import EngineCore
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ def own_text(directory: Path | str, n_rows: int, length: int) -> Int[Tensor, "n_
     text like the training data: KL on held-out text 0.0717 against 0.0674 nats (stories260K), and 0.00219 against 0.00213 (3.9M
     parameters, novels). Raises what ``EngineCore`` does, and EngineError if the model's output is not finite.
     """
-    engine = EngineCore(directory, EngineSettings(max_running=MAX_RUNNING, max_model_len=length))
+    engine = EngineCore(directory, EngineSettings(max_running=MAX_RUNNING, max_model_len=length, max_step_ratio=OFF))
     spec = engine.spec
     first = spec.bos_token_id if spec.bos_token_id is not None else next(iter(spec.eos_token_ids), 0)
     rows: dict[str, list[int]] = {str(i): [first] for i in range(n_rows)}

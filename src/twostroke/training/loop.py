@@ -15,7 +15,7 @@ import torch
 
 from twostroke.core.described import plain
 from twostroke.core.errors import CapacityError, InputError, Interrupted, TwostrokeError
-from twostroke.core.heap import keep_freed_memory, return_freed_memory
+from twostroke.core.heap import return_freed_memory, settle_memory
 from twostroke.core.recipe import TrainRecipe
 from twostroke.data.loader import Batch
 from twostroke.data.shards import PreparedData
@@ -24,6 +24,7 @@ from twostroke.training.anomalies import anchor_every
 from twostroke.training.build import build, capture, random_states, restore_random, save
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
+from twostroke.training.compiled_before import mark_of, note_compiled
 from twostroke.training.finish import TrainingResult, finish, finished, step_measurement
 from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
@@ -171,7 +172,6 @@ class _Loop:
         steady: deque[float] = deque(maxlen=20)  # without warm-up steps, so that the estimate of the time left is realistic
         first_step = run.step
         return_freed_memory()  # 60 MB of preparing text, which would count as the steps'
-        keep_freed_memory()
         if not reset_peak(run.device):
             run.notes.append("peak_memory_bytes is that of the whole process, because this system cannot reset it")
         run.began = time.perf_counter()
@@ -197,12 +197,17 @@ class _Loop:
             step_time_s, parts = clock.finish()
             self.stop.nothing_to_save = False
             run.last_batch, run.last_result = batches[-1], result
+            if run.step == first_step:
+                settle_memory()
             run.step += 1
             n_tokens = run.inputs.ranks.n_readers * sum(batch.tokens.numel() for batch in batches)
             run.tokens += n_tokens
             run.scratch_steps += 1
             if run.startup_s is None:  # start-up ends with the first step, so it includes compilation
                 run.startup_s = time.time() - self.command_began
+                if run.train_step.is_compiled and run.inputs.ranks.is_first and not run.inputs.resumes:
+                    resolved = run.inputs.resolved
+                    note_compiled(mark_of(run.inputs.recipe, resolved.spec, resolved.environment))
                 run.scratch_steps = 0  # the first step of a new run has no state to read
                 for file in run.scratch:
                     file.read_bytes = file.written_bytes = 0

@@ -29,12 +29,13 @@ from twostroke.planner.choosing.layouts import choose_layout
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
-from twostroke.planner.training.plan import plan_training, unknown_type
+from twostroke.planner.training.plan import plan_training, startup_s, unknown_type
 from twostroke.planner.training.preparing import recipe_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.truth.recording import Planned, Recording, freeze
 from twostroke.planner.work.params import count_parameters
 from twostroke.training.adapters import check_adapters
+from twostroke.training.compiled_before import mark_of, was_compiled
 from twostroke.training.environment import environment
 from twostroke.training.finish import TrainingResult, finished
 from twostroke.training.loop import Evaluate, execute
@@ -184,11 +185,14 @@ def _start(
         log(
             f"train.dtype={recipe.train.dtype!r} is computed in {dtype}: this processor multiplies bf16 a hundred times slower."
         )
+    surroundings = environment(pick_device(), recipe.train.compile, ranks.sums)
     planned, shape = Planned(), TrainingShape.from_recipe(recipe, steps, ranks.n_readers)
     if hardware is not None and (kind := unknown_type(shape, hardware)) is not None:
         hardware, why_not = None, f"this machine's profile has no rate of products in {kind}, which torch computes slowly here."
     if hardware is not None:
         plan = plan_training(spec, shape, hardware, layout(spec))
+        if surroundings["compiled"] and was_compiled(mark_of(recipe, spec, surroundings)):
+            plan = dataclasses.replace(plan, startup_s=startup_s(plan.shape, hardware, is_compiled=True))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
         planned = Planned(plan.prediction(), hardware, n_devices=plan.layout.n_whole)
@@ -208,7 +212,7 @@ def _start(
         data_directory=str(prepared.directory),
         data_key=prepared.key,
         run_id=run_id,
-        environment=environment(pick_device(), recipe.train.compile, ranks.sums),
+        environment=surroundings,
         dtype=dtype,
     )
     with directory.locked():

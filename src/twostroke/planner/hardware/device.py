@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from twostroke.core.dtypes import bytes_of
@@ -115,22 +116,44 @@ class Present:
     taken_at_calibration: Annotated[int, "the same while it was calibrated"] = 0
 
 
-def rate_at(points: Iterable[MatmulPoint | NativePass], m: int, n: int, k: int) -> float:
+class RateTable:
     """FLOP/s of (m, k) × (k, n) between measured points: within each class (n, k) log-rate is interpolated in log m; classes
-    are then averaged with weights 1/d⁴, d the distance in (log n, log k)."""
-    classes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for p in points:
-        classes.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
-    total = weights = 0.0
-    for (class_n, class_k), line in classes.items():
-        distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
-        log_rate = math.log(interpolate_log(sorted(line), m))
-        if distance < 1e-9:
-            return math.exp(log_rate)
-        weight = 1 / distance**2
-        total += weight * log_rate
-        weights += weight
-    return math.exp(total / weights)
+    are then averaged with weights 1/d⁴, d the distance in (log n, log k). A plan of one engine asks some hundreds of times for
+    a few dozen products, so each is kept."""
+
+    def __init__(self, points: Iterable[MatmulPoint | NativePass]) -> None:
+        lines: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        for p in points:
+            lines.setdefault((p.n, p.k), []).append((p.m, p.flop_per_s))
+        self._lines = {shape: sorted(line) for shape, line in lines.items()}
+        self._found: dict[tuple[int, int, int], float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def at(self, m: int, n: int, k: int) -> float:
+        """Raises ZeroDivisionError of a table without points."""
+        found = self._found.get((m, n, k))
+        if found is None:
+            found = self._found[m, n, k] = self._interpolated(m, n, k)
+        return found
+
+    def _interpolated(self, m: int, n: int, k: int) -> float:
+        total = weights = 0.0
+        for (class_n, class_k), line in self._lines.items():
+            distance = math.log(n / class_n) ** 2 + math.log(k / class_k) ** 2
+            log_rate = math.log(interpolate_log(line, m))
+            if distance < 1e-9:
+                return math.exp(log_rate)
+            weight = 1 / distance**2
+            total += weight * log_rate
+            weights += weight
+        return math.exp(total / weights)
+
+
+@lru_cache(maxsize=256)
+def _rates_of(hardware: Hardware, scheme: str) -> RateTable:
+    return RateTable(p for p in hardware.matmul if p.scheme == scheme)
 
 
 @dataclass(frozen=True, eq=False)  # by identity, so that what is derived from one can be cached
@@ -202,14 +225,14 @@ class Hardware(Measurements):
     def product_rate(self, scheme: str, m: int, n: int, k: int) -> float:
         """FLOP/s of an (m, k) × (k, n) product while its operands are in cache or m is large.
 
-        Measured machines: ``rate_at``. Datasheets: peak times an assumed efficiency.
+        Measured machines: ``RateTable``. Datasheets: peak times an assumed efficiency.
         """
-        points = self._points(scheme)
-        if not points:
+        rates = _rates_of(self, scheme)
+        if not rates:
             if self.basis == "measured":
                 return self.peak(scheme)
             return self.peak(scheme) * ASSUMED_PRODUCT_EFFICIENCY
-        return letter("R", rate_at(points, m, n, k))
+        return letter("R", rates.at(m, n, k))
 
     def product_s(self, scheme: str, m: int, n: int, k: int, working_set_bytes: float | None = None) -> float:
         """Seconds of one product, launch excluded: max(2·m·n·k / rate, weight bytes / bandwidth at the working set).
@@ -231,11 +254,8 @@ class Hardware(Measurements):
         """At the rates of ``layout`` where it has some, else at those of ``scheme``."""
         weight_bytes = n * k * letter("w", bytes_of(scheme))
         reading = weight_bytes / self.bandwidth(max(weight_bytes, working_set_bytes or 0))
-        measured = layout if layout != scheme and self._points(layout) else scheme
+        measured = layout if layout != scheme and _rates_of(self, layout) else scheme
         return largest(2 * m * n * k / self.product_rate(measured, m, n, k), reading)
-
-    def _points(self, scheme: str) -> list[MatmulPoint]:
-        return [p for p in self.matmul if p.scheme == scheme]
 
     @property
     def runs_natively(self) -> bool:

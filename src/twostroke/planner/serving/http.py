@@ -65,8 +65,8 @@ def with_late_tokens(gaps: Distribution, hardware: Hardware) -> Distribution:
 
 
 def starts_over_http(prediction: Mapping[str, Any], hardware: Hardware) -> dict[str, float]:
-    """Both starts of ``prediction`` with what a server's two processes take beyond importing torch; as they are where no server
-    was started in calibration."""
+    """Both starts of ``prediction`` with what a server's two processes take beyond importing the engine; as they are where no
+    server was started in calibration."""
     start_s = None if hardware.http is None else hardware.http.start_s
-    more_s = 0.0 if start_s is None else max(0.0, start_s - hardware.process.torch_import_s)
+    more_s = 0.0 if start_s is None else max(0.0, start_s - hardware.process.import_s("serve"))
     return {name: prediction[name] + more_s for name in ("startup_s", "warm_startup_s")}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from twostroke.core.matrices import Matrix, after_attention, block_kinds, head_matrix, layer_kinds, pair_flops
 from twostroke.core.named import largest, letter, named, smallest
 from twostroke.core.policy import LEAST_KEPT_PACKED_BYTES, TOKEN_BUDGET
-from twostroke.core.rates import Phase
+from twostroke.core.rates import PAGE_BYTES, Phase
 from twostroke.core.schemes import scheme_of
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import PREFILL_ANCHORS, SHALLOW, NativeAnchor, Ratios, has_steps, ratio_at
@@ -199,14 +199,14 @@ class Native(Strategy):
         return merge([*(work.stretched(ratio) for work in self.as_planned("prefill")), *self._new_pages(new)])
 
     def _new_pages(self, new: int) -> list[Work]:
-        """The system clears pages of the cache as a prompt is the first to touch them, at the rate of writing new memory. Steps
-        that calibration repeats find them touched. A load does, too, once it has been through its cache: a step of it has none
-        of this."""
-        rate = self.hardware.weights.copied_bytes_per_s
-        if not rate:
+        """The system clears pages of the cache as a prompt is the first to touch them, each thread its own. Steps that
+        calibration repeats find them touched. A load does, too, once it has been through its cache: a step of it has none of
+        this."""
+        fault_s = self.hardware.process.page_fault_s
+        if fault_s is None:
             return []
-        touched = new * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
-        seconds = touched / letter("copying", rate)
+        touched = letter("pages", new * kv_bytes_per_token(self.cached, self.shape.cache_dtype) / PAGE_BYTES)
+        seconds = touched * letter("fault_s", fault_s) / self._threads(new)
         named_s = named("new_pages_s", seconds, "s", "pages of the cache that no request has touched before", "measured")
         return [Work.limited("attention", 0.0, 0.0, 0.0, 0.0, named_s)]
 

@@ -7,10 +7,9 @@ from functools import lru_cache
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import Matrix, block_kinds, has_norm_bias, head_matrix, head_norms
 from twostroke.core.named import largest, letter, named
-from twostroke.core.rates import NativePass
 from twostroke.core.schemes import BLOCK_GROUP, NATIVE_FORMATS, NATIVE_PRODUCTS, Scheme, scheme_of
 from twostroke.core.spec import ModelSpec
-from twostroke.planner.hardware.device import Hardware, rate_at
+from twostroke.planner.hardware.device import Hardware, RateTable
 from twostroke.planner.work.params import count_parameters
 from twostroke.planner.work.weights import experts_touched
 
@@ -133,13 +132,13 @@ def native_reuse_bytes(spec: ModelSpec, scheme: str, head: str, rows: int, other
 
 
 @lru_cache(maxsize=256)
-def _passes(hardware: Hardware, name: str, one_thread: bool) -> tuple[list[NativePass], list[NativePass]]:
-    """What was measured of the product ``name`` beside the profile's own points: (in cache, over W₀)."""
+def _passes(hardware: Hardware, name: str, one_thread: bool) -> tuple[RateTable, RateTable]:
+    """Rates of the product ``name`` that were measured beside the profile's own points: (in cache, over W₀)."""
     rates = hardware.native_rates
     n_threads = 1 if one_thread else rates.n_threads
     found = [p for p in rates.passes if p.scheme == name and p.n_threads == n_threads]
     far = rates.working_set_bytes
-    return [p for p in found if p.working_set_bytes < far], [p for p in found if p.working_set_bytes >= far]
+    return RateTable(p for p in found if p.working_set_bytes < far), RateTable(p for p in found if p.working_set_bytes >= far)
 
 
 def native_product_s(
@@ -153,13 +152,13 @@ def native_product_s(
     s = bytes/t₀ ÷ β(W₀), at most 1, and the time is t₀·(1 + s²·(β(W₀)/β(W) − 1))."""
     near, far = _passes(hardware, name, one_thread)
     flop = 2.0 * m * n * k
-    seconds = flop / (letter("R", rate_at(far, m, n, k)) if far else hardware.product_rate(name, m, n, k))
+    seconds = flop / (letter("R", far.at(m, n, k)) if far else hardware.product_rate(name, m, n, k))
     there = letter("β_0", hardware.bandwidth(hardware.native_rates.working_set_bytes))
     n_bytes, here = letter("bytes", packed_bytes(name, n, k)), hardware.bandwidth(working_set_bytes)
     if not near:
         share = letter("share", min(1.0, n_bytes / seconds / there))
         return largest(seconds * (1.0 + share**2 * (there / here - 1.0)), n_bytes / here)
-    cached_s = flop / letter("R_1", rate_at(near, m, n, k))
+    cached_s = flop / letter("R_1", near.at(m, n, k))
     share = letter("share", far_share(working_set_bytes, hardware))
     return largest(cached_s + share * largest(0.0, seconds - cached_s), n_bytes / here)
 

@@ -378,7 +378,7 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
     )
     logits = logits_bytes(spec.vocab_size, shape.sampled_rows)
     drawn = "a step's logits in fp32: a row for each token that is drawn or checked"
-    importing = letter("importing", hardware.process.torch_import_s)
+    importing = letter("importing", hardware.process.import_s("serve"))
     starting = learned_factor(hardware, "serve_startup")
     first_start_s, warm_start_s = (starting * (importing + load_s) for load_s in (engine.first_load_s(), engine.load_s()))
     once, later = prefill_flops(spec, shape.prompt_tokens) / shape.prompt_tokens, decode_flops(spec, shape.context)
@@ -404,8 +404,8 @@ def plan_serving(spec: ModelSpec, shape: ServingShape, hardware: Hardware) -> Se
         prefill_flops_per_token=named("prefill_flops_per_token", once, "FLOP", "the head for the last token only"),
         decode_flops_per_token=named("decode_flops_per_token", later, "FLOP", "one new token at the mean context"),
         model_bytes=mixed_weights_bytes(spec, engine.stored_scheme, shape.others),
-        startup_s=named("startup_s", first_start_s, "s", "importing torch, and reading and packing the weights"),
-        warm_startup_s=named("warm_startup_s", warm_start_s, "s", "importing torch, and reading the weights"),
+        startup_s=named("startup_s", first_start_s, "s", "importing torch and the engine, reading and packing the weights"),
+        warm_startup_s=named("warm_startup_s", warm_start_s, "s", "importing torch and the engine, reading the weights"),
         cost_per_hour=cost_of(3600.0, hardware, shape.placement.devices, watts=watts),
         prompt_busy=prompt,
         step_busy=step,

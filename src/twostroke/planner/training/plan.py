@@ -510,14 +510,18 @@ def batches_s(shape: TrainingShape, hardware: Hardware) -> float:
     return named("data_s", seconds, "s", "taking a batch that was made in the background", "assumed")
 
 
-def startup_s(shape: TrainingShape, hardware: Hardware) -> float:
-    """Seconds before the first step: importing torch and, compiled, one block's forward and backward."""
+def startup_s(shape: TrainingShape, hardware: Hardware, is_compiled: bool = False) -> float:
+    """Seconds before the first step: importing torch and the engine and, compiled, one block's forward and backward; or reading
+    what an earlier run compiled, where ``is_compiled`` and calibration measured that."""
     rates = hardware.training
     measured_s = rates.block_compile_s if shape.method == "full" else rates.adapter_compile_s or rates.block_compile_s
-    compile_s = (measured_s or ASSUMED_COMPILE_S) + (rates.compiler_start_s or 0.0) if shape.compile else 0.0
-    seconds = letter("importing", hardware.process.torch_import_s) + letter("compiling", compile_s)
+    compile_s = (measured_s or ASSUMED_COMPILE_S) + (rates.compiler_start_s or 0.0)
+    if is_compiled and (read_s := rates.compiled_start_s(shape.method)) is not None:
+        compile_s = read_s
+    compile_s = compile_s if shape.compile else 0.0
+    seconds = letter("importing", hardware.process.import_s("train")) + letter("compiling", compile_s)
     seconds = learned_factor(hardware, "train_startup") * seconds
-    return named("startup_s", seconds, "s", "importing torch and, compiled, one block's forward and backward")
+    return named("startup_s", seconds, "s", "importing torch and the engine and, compiled, one block's forward and backward")
 
 
 def steps_for_budget(
