@@ -16,7 +16,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
-from twostroke.core.rates import NativePass, StepPrices, WeightRates
+from twostroke.core.rates import NativePass, Process, StepPrices
 from twostroke.core.schemes import NATIVE
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.engine.core import EngineCore
@@ -47,6 +47,7 @@ from twostroke.planner.serving.shape import ServingShape, Speculation
 from twostroke.planner.serving.strategy import Chunk
 from twostroke.planner.truth.explain import explain
 from twostroke.planner.work.component import total_seconds
+from twostroke.planner.work.flops import row_flop
 from twostroke.planner.work.weights import kv_bytes_per_token, weights_bytes
 from twostroke.quantization.convert import quantize_model
 from twostroke.quantization.fitting import Fitted
@@ -286,11 +287,12 @@ def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
 
 
 def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not() -> None:
-    """2·L·K·D numbers a token that is not found in the cache, at the rate of a copy into new memory."""
+    """2·L·K·D numbers a token that is not found in the cache, in pages of 4 KiB, of which each thread touches its own."""
     spec, shape = small_llama(), ServingShape(prompt_tokens=256, prefix_hit_share=0.5)
-    hardware = native(weights=WeightRates(copied_bytes_per_s=1e9))
+    hardware = native(process=Process(page_fault_s=2e-6))
     touched, plain = (plan_serving(spec, shape, one) for one in (hardware, native()))
-    new_s = 128 * kv_bytes_per_token(spec) / 1e9
+    threads = 1 if hardware.crossovers.takes_one_thread(0.0, 128 * row_flop(spec)) else hardware.native_rates.n_threads
+    new_s = 128 * kv_bytes_per_token(spec) / 4096 * 2e-6 / threads
     assert touched.ttft_s - plain.ttft_s == pytest.approx(new_s)
     assert touched.tpot_s == pytest.approx(plain.tpot_s)
     steps = [Native(spec, shape, one).step_seconds(1, 64.0, [Chunk(0, 128, 1)]) for one in (hardware, native())]

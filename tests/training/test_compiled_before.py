@@ -21,6 +21,7 @@ def startup_s(run: Any) -> float:
     return float(run.entry.prediction["startup_s"] - run.entry.planned.hardware.process.import_s("train"))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 def test_a_second_run_of_the_same_shapes_finds_its_graphs_compiled(make_recipe: Any, profile: MachineProfile) -> None:
     step = TrainingStep(64, 2, "fp32", "compiled", 0.1, 0.2, 0.1, COMPILE_S, compiled_start_s=READ_S)
     save_profile(replace(profile, training=TrainingRates(block_compile_s=COMPILE_S, steps=(step,))))

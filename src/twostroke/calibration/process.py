@@ -31,28 +31,31 @@ print(imported, pages * os.sysconf("SC_PAGE_SIZE"))
 """
 
 
-_IMPORT = """
+_TRAIN = """
+import twostroke.cli.main, twostroke.cli.train_verb, twostroke.training.start
+import psutil, time
+print(time.time() - psutil.Process().create_time())
+"""
+"""A run's start is counted from its process's."""
+
+_SERVE = """
 import time
 begin = time.perf_counter()
-import {module}
+import twostroke.engine.llm
 print(time.perf_counter() - begin)
 """
 
-ENGINES = {"train": "twostroke.training.start", "serve": "twostroke.engine.llm"}
-"""What a process imports of either engine, torch with it."""
-
 
 def measure_fresh_process() -> Process:
-    """Seconds of ``import torch`` and of importing either engine with it, and resident bytes after a first product, each in a
-    new process. If that fails, or /proc is missing, they are the assumed ones."""
+    """Seconds of ``import torch``, of a start of ``twostroke train`` with all that it imports and of importing the inference
+    engine, and resident bytes after a first product, each in a new process. If that fails, or /proc is missing, they are the
+    assumed ones."""
     try:
         import_s, resident = _new_process(_FRESH)
-        engines = {
-            name: min(_new_process(_IMPORT.format(module=module))[0] for _ in range(2)) for name, module in ENGINES.items()
-        }
+        train_s, serve_s = (min(_new_process(program)[0] for _ in range(2)) for program in (_TRAIN, _SERVE))
     except (OSError, ValueError, subprocess.SubprocessError):
         return Process()
-    return Process(import_s, resident, engines["train"], engines["serve"], measure_page_fault())
+    return Process(import_s, resident, train_s, serve_s, measure_page_fault())
 
 
 def measure_page_fault(n_pages: int = 8192) -> float | None:

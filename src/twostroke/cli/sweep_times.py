@@ -11,8 +11,10 @@ import torch
 from twostroke.core.errors import ConfigError
 from twostroke.core.grid import makespan
 from twostroke.core.units import format_seconds
+from twostroke.evaluation.bits import DEFAULT_CONTEXT, default_stride
 from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import TrainingPlan, plan_training, startup_s
+from twostroke.planner.training.scoring import decoder_token_s
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.compiled_before import mark_of, was_compiled
 from twostroke.training.environment import environment
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
 
 
 class _Planned(NamedTuple):
-    """A run that shares the machine, and the mark of its compiled graphs (None of an eager one)."""
+    """A run that shares the machine, seconds of scoring it at its end, and the mark of its compiled graphs (None of an eager
+    one)."""
 
     plan: TrainingPlan
+    scoring_s: float
     mark: Path | None
 
 
@@ -74,11 +78,11 @@ class SweepTimes:
         """From the start of the first run to the end of the last, ``n`` at once. A run finds compiled what an earlier one has
         compiled whose first step was done by then: all but the ``n`` − 1 that started last before it."""
         runs, each_s = self._planned(n), []
-        for i, (plan, mark) in enumerate(runs):
+        for i, (plan, scoring_s, mark) in enumerate(runs):
             earlier = {other.mark for other in runs[: max(0, i + 1 - n)]}
             is_compiled = mark is not None and (mark in earlier or was_compiled(mark))
             start_s = startup_s(plan.shape, self.hardware, is_compiled)
-            each_s.append(dataclasses.replace(plan, startup_s=start_s).train_time_s or 0.0)
+            each_s.append((dataclasses.replace(plan, startup_s=start_s).train_time_s or 0.0) + scoring_s)
         return makespan(each_s, n)
 
     def steps(self, n: int) -> list[int]:
@@ -104,4 +108,8 @@ class SweepTimes:
         known = environment(self._device, recipe.train.compile, ranks.sums)
         known |= {"n_threads": max(1, available_cores() // n)} if self.is_cpu else {}
         mark = mark_of(recipe, spec, known) if known["compiled"] else None
-        return _Planned(plan_training(spec, shape, self.hardware, layout), mark)
+        plan = plan_training(spec, shape, self.hardware, layout)
+        context = min(DEFAULT_CONTEXT, spec.max_positions)
+        n_tokens = prepared.n_heldout_tokens * context / default_stride(context)
+        token_s = decoder_token_s(spec, plan.shape.compute_dtype, self.hardware, context)
+        return _Planned(plan, n_tokens * token_s * (n if self.is_cpu else 1), mark)

@@ -25,8 +25,9 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Process:
-    """A Python process before it does anything: importing torch, torch with either engine, and resident bytes after a first
-    product; and a thread's first touch of a page of ``PAGE_BYTES``. Profiles from before something was measured have None."""
+    """A Python process before it does anything: importing torch, a start of training with its imports, importing the inference
+    engine, both with torch, and resident bytes after a first product; and a thread's first touch of a page of ``PAGE_BYTES``.
+    Profiles from before something was measured have None."""
 
     torch_import_s: float = ASSUMED_IMPORT_S
     resident_bytes: float = 0.0
@@ -156,8 +157,8 @@ class TrainingRates:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """Seconds of a whole step of the native engine (``planner.serving.native_anchors``): a prompt of ``rows`` tokens, or
-    ``rows`` requests that decode with ``context`` tokens each before them."""
+    """Seconds of a whole step of the native engine (``planner.hardware.anchors``): a prompt of ``rows`` tokens, or ``rows``
+    requests that decode with ``context`` tokens each before them, where ``sharing`` query heads read one key head."""
 
     phase: Phase
     width: int
@@ -166,12 +167,13 @@ class NativeStep:
     context: int
     scheme: str
     seconds: float
+    sharing: int = 2
 
 
 @dataclass(frozen=True)
 class StepPrices:
     """Seconds of one unit of what a native step does beside its products, as fitted to whole steps; 0: the fit found none.
-    ``barrier`` is a layer of a step on several threads, ``attention`` a FLOP of a prompt's, ``key`` a number of the keys and
+    ``barrier`` is a layer of a step on several threads, ``attention`` a FLOP of attention, ``key`` a number of the keys and
     values that a decode step walks, ``far_key`` what one more takes that comes from memory; threads share elements, FLOP and
     keys."""
 

@@ -121,7 +121,7 @@ def layer_and_around(anchor: TrainingAnchor, shallow_s: float, deep_s: float) ->
 CONTEXT, LONG_CONTEXT = 128, 1024
 UNITS: dict[Phase, tuple[str, ...]] = {
     "prefill": ("step", "layer", "barrier", "element", "attention"),
-    "decode": ("step", "row", "layer", "barrier", "element", "key", "far_key"),
+    "decode": ("step", "row", "layer", "barrier", "element", "attention", "key", "far_key"),
 }
 
 
@@ -135,15 +135,17 @@ class NativeAnchor:
     n_layers: int
     rows: int
     context: int = 0
+    sharing: int = 2  # query heads that read one key head
 
     @property
     def spec(self) -> ModelSpec:
-        n_kv_heads = max(1, self.width // HEAD_DIM // 2)
+        n_kv_heads = max(1, self.width // HEAD_DIM // self.sharing)
         return anchor_spec(self.width, self.n_layers, 2 * VOCABULARY, n_kv_heads)
 
     def taking(self, scheme: str, seconds: float) -> NativeStep:
         """Its row in a profile."""
-        return NativeStep(self.phase, self.width, self.n_layers, self.rows, self.context, family_of(scheme), seconds)
+        of_scheme = family_of(scheme), seconds
+        return NativeStep(self.phase, self.width, self.n_layers, self.rows, self.context, *of_scheme, self.sharing)
 
     def measured_s(self, rates: NativeRates, scheme: str) -> float | None:
         """Its seconds in a profile; None where it was not measured."""
@@ -166,6 +168,8 @@ DECODE_ANCHORS = (
     *(NativeAnchor("decode", *model, n, CONTEXT) for model in (NARROW, WIDE) for n in (1, 8, 32)),
     *(NativeAnchor("decode", *SHALLOW, n, CONTEXT) for n in (1, 8)),
     *(NativeAnchor("decode", *NARROW, n, LONG_CONTEXT) for n in (1, 8)),
+    # Does attention cost by its query heads or by what they read? Plans of heads that share nothing came out 60% too long.
+    *(NativeAnchor("decode", *SMALLEST, n, LONG_CONTEXT, sharing=1) for n in (1, 4)),
 )
 
 ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "decode": DECODE_ANCHORS}

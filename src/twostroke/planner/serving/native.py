@@ -250,9 +250,10 @@ class Native(Strategy):
             return seconds
         alone = self._alone(decoding, context)
         units = alone.units("decode")
-        rows_s, keys_s, far_s = (units[unit] * self._price("decode", unit) for unit in ("row", "key", "far_key"))
+        names = ("row", "attention", "key", "far_key")
+        rows_s, *walking = (units[unit] * self._price("decode", unit) for unit in names)
         reading_s = alone._cache_bytes() / self.hardware.bandwidth(alone._working_set("decode"))
-        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(keys_s + far_s, reading_s))
+        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(sum(walking), reading_s))
 
     def _alone(self, decoding: int, context: float) -> Native:
         """A step in which ``decoding`` requests have ``context`` tokens before them."""
@@ -314,8 +315,8 @@ class Native(Strategy):
 
     def units(self, phase: Phase) -> dict[str, float]:
         """What a phase has beside its products: steps, layers, elements, and of a prompt FLOP of attention. A decode step has
-        a row a request, whose token is looked for and handed on, and numbers of keys and values that are walked: a key head
-        is read once for all its query heads. Numbers from memory count by their bytes."""
+        a row a request, whose token is looked for and handed on, FLOP of attention, and numbers of keys and values that are
+        walked: a key head is read once for all its query heads. Numbers from memory count by their bytes."""
         spec, shape = self.spec, self.shape
         layers, batch = spec.n_layers, shape.batch
         if phase == "prefill":
@@ -337,6 +338,7 @@ class Native(Strategy):
             "layer": float(layers),
             "barrier": float(layers if threads > 1 else 0),
             "element": layers * sum(elements_of(spec, batch).values()) / threads,
+            "attention": batch * attention_flop(spec, shape.context, 1) / threads,
             "key": keys,
             "far_key": keys * wide * far_share(self._working_set("decode"), self.hardware),
         }
