@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from small_recipe import write_recipe
@@ -75,17 +76,26 @@ def test_every_combination_is_trained_two_at_once_and_ranked(
     assert {name: (tmp_path / "grid" / name / "summary.json").stat().st_mtime_ns for name in stamps} == stamps
 
 
-def test_a_point_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = write_recipe(tmp_path, "grid", 3)
-    # 3 heads do not divide 32: the recipe is well formed, and its model cannot be made
-    code, out, err = run(capsys, str(recipe), "--vary", "model.n_heads=2,3", "--json")
-    assert code == 1
-    rows = {row["name"]: row for row in json.loads(out)["points"]}
-    assert rows["n_heads=2"]["score"] is not None
-    assert rows["n_heads=3"]["status"] == "failed"
-    assert "n_heads" in rows["n_heads=3"]["error"]
-    assert "n_heads=3 failed: " in err
-    assert "1 of 2 points failed: n_heads=3" in err
+def test_a_point_that_is_killed_does_not_stop_the_others(tmp_path: Path) -> None:
+    """As by the system, when memory ends."""
+    recipe = write_recipe(tmp_path, "grid", 200)
+    command = [sys.executable, "-m", "twostroke", "sweep", str(recipe), "--vary", "seed=1,2", "--at-once", "1", "--json"]
+    log = tmp_path / "grid" / "seed=1" / "log.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as sweep:
+        deadline = time.monotonic() + 120
+        while not (log.is_file() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for child in psutil.Process(sweep.pid).children():
+            child.kill()
+        out, err = sweep.communicate(timeout=120)
+    assert sweep.returncode == 1, err
+    document = json.loads(out)
+    rows = {row["name"]: row for row in document["points"]}
+    assert rows["seed=2"]["score"] is not None
+    assert rows["seed=1"]["status"] == "failed"
+    assert rows["seed=1"]["error"].startswith("it was ended by signal 9.")
+    assert "seed=1 failed: it was ended by signal 9" in err
+    assert "1 of 2 points failed: seed=1" in document["error"]
 
 
 def test_a_signal_stops_it_with_checkpoints_and_it_resumes_to_the_same_bits(tmp_path: Path) -> None:
@@ -141,6 +151,7 @@ def test_a_signal_stops_it_with_checkpoints_and_it_resumes_to_the_same_bits(tmp_
     [
         ((), "a sweep varies something"),
         (("--vary", "train.learning_rat=1,2"), "learning_rat"),
+        (("--vary", "model.n_heads=2,3"), "n_heads=3: model.n_heads=3 must divide"),
         (("--vary", "train.steps=3,none"), "train.steps"),
         (("--vary", "seed=1,2", "--resume"), "holds no sweep to resume"),
         (("--vary", "seed=1,2", "--at-once", "-1"), "--at-once"),

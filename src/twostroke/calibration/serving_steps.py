@@ -63,7 +63,7 @@ class Engines:
 
     def directory(self, spec: ModelSpec) -> Path:
         """Where the model of ``spec`` lies."""
-        return self._folder / f"e{spec.d_model}-l{spec.n_layers}-k{spec.n_kv_heads}"
+        return self._folder / f"e{spec.d_model}-l{spec.n_layers}-k{spec.n_kv_heads}-v{spec.vocab_size}"
 
 
 class Prompts:

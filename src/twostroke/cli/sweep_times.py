@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from twostroke.training.resolve import resolve_spec, resolve_steps
 from twostroke.training.start import hardware_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from twostroke.core.recipe import TrainRecipe
     from twostroke.data.shards import PreparedData
     from twostroke.planner.hardware.device import Hardware
@@ -41,8 +40,9 @@ class _Planned(NamedTuple):
 
 
 class SweepTimes:
-    """Plans of the runs of ``recipes``, each with its data, in the order in which they start. ConfigError from ``hardware`` and
-    all that needs it on a machine that was not calibrated."""
+    """Plans of the runs of ``recipes``, each with its data, in the order in which they start. ConfigError for a model that
+    cannot be made, by the name of its directory; and from ``hardware`` and all that needs it on a machine that was not
+    calibrated."""
 
     def __init__(self, recipes: Sequence[TrainRecipe], prepared: Sequence[PreparedData]) -> None:
         self._runs = list(zip(recipes, prepared, strict=True))
@@ -51,6 +51,11 @@ class SweepTimes:
         self._most = available_cores() if self.is_cpu else torch.cuda.device_count()
         self._hardware, self._why_not = hardware_of(self._device)
         self._plans: dict[int, list[_Planned]] = {}
+        for recipe, data in self._runs:
+            try:
+                resolve_spec(recipe, data, self._hardware)
+            except ConfigError as error:
+                raise ConfigError(f"{Path(recipe.output).name}: {error}") from None
 
     @property
     def hardware(self) -> Hardware:

@@ -168,13 +168,15 @@ class NativeStep:
     scheme: str
     seconds: float
     sharing: int = 2
+    vocabulary: int = 8192
 
 
 @dataclass(frozen=True)
 class StepPrices:
     """Seconds of one unit of what a native step does beside its products, as fitted to whole steps; 0: the fit found none.
     ``barrier`` is a layer of a step on several threads, ``attention`` a FLOP of attention, ``key`` a number of the keys and
-    values that a decode step walks, ``far_key`` what one more takes that comes from memory; threads share elements, FLOP and
+    values that a decode step walks, ``far_key`` what one more takes that comes from memory, ``logit`` one that a token is
+    chosen from; threads share elements, FLOP and
     keys."""
 
     phase: Phase
@@ -186,6 +188,7 @@ class StepPrices:
     row_s: float = 0.0
     key_s: float = 0.0
     far_key_s: float = 0.0
+    logit_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def layer_and_around(anchor: TrainingAnchor, shallow_s: float, deep_s: float) ->
 CONTEXT, LONG_CONTEXT = 128, 1024
 UNITS: dict[Phase, tuple[str, ...]] = {
     "prefill": ("step", "layer", "barrier", "element", "attention"),
-    "decode": ("step", "row", "layer", "barrier", "element", "attention", "key", "far_key"),
+    "decode": ("step", "row", "logit", "layer", "barrier", "element", "attention", "key", "far_key"),
 }
 
 
@@ -136,16 +136,17 @@ class NativeAnchor:
     rows: int
     context: int = 0
     sharing: int = 2  # query heads that read one key head
+    vocabulary: int = 2 * VOCABULARY
 
     @property
     def spec(self) -> ModelSpec:
         n_kv_heads = max(1, self.width // HEAD_DIM // self.sharing)
-        return anchor_spec(self.width, self.n_layers, 2 * VOCABULARY, n_kv_heads)
+        return anchor_spec(self.width, self.n_layers, self.vocabulary, n_kv_heads)
 
     def taking(self, scheme: str, seconds: float) -> NativeStep:
         """Its row in a profile."""
-        of_scheme = family_of(scheme), seconds
-        return NativeStep(self.phase, self.width, self.n_layers, self.rows, self.context, *of_scheme, self.sharing)
+        shape = self.phase, self.width, self.n_layers, self.rows, self.context
+        return NativeStep(*shape, family_of(scheme), seconds, self.sharing, self.vocabulary)
 
     def measured_s(self, rates: NativeRates, scheme: str) -> float | None:
         """Its seconds in a profile; None where it was not measured."""
@@ -170,6 +171,8 @@ DECODE_ANCHORS = (
     *(NativeAnchor("decode", *NARROW, n, LONG_CONTEXT) for n in (1, 8)),
     # Does attention cost by its query heads or by what they read? Plans of heads that share nothing came out 60% too long.
     *(NativeAnchor("decode", *SMALLEST, n, LONG_CONTEXT, sharing=1) for n in (1, 4)),
+    # And what of a row is looking for its token among the vocabulary?
+    *(NativeAnchor("decode", *SMALLEST, n, CONTEXT, vocabulary=2048) for n in (1, 8)),
 )
 
 ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "decode": DECODE_ANCHORS}

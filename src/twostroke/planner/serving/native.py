@@ -250,10 +250,10 @@ class Native(Strategy):
             return seconds
         alone = self._alone(decoding, context)
         units = alone.units("decode")
-        names = ("row", "attention", "key", "far_key")
-        rows_s, *walking = (units[unit] * self._price("decode", unit) for unit in names)
+        names = ("row", "logit", "attention", "key", "far_key")
+        rows_s, logits_s, *walking = (units[unit] * self._price("decode", unit) for unit in names)
         reading_s = alone._cache_bytes() / self.hardware.bandwidth(alone._working_set("decode"))
-        return seconds + learned_factor(self.hardware, "decode") * (rows_s + max(sum(walking), reading_s))
+        return seconds + learned_factor(self.hardware, "decode") * (rows_s + logits_s + max(sum(walking), reading_s))
 
     def _alone(self, decoding: int, context: float) -> Native:
         """A step in which ``decoding`` requests have ``context`` tokens before them."""
@@ -315,8 +315,8 @@ class Native(Strategy):
 
     def units(self, phase: Phase) -> dict[str, float]:
         """What a phase has beside its products: steps, layers, elements, and of a prompt FLOP of attention. A decode step has
-        a row a request, whose token is looked for and handed on, FLOP of attention, and numbers of keys and values that are
-        walked: a key head is read once for all its query heads. Numbers from memory count by their bytes."""
+        a row a request, whose token is looked for among the logits and handed on, FLOP of attention, and numbers of keys and
+        values that are walked: a key head is read once for all its query heads. Numbers from memory count by their bytes."""
         spec, shape = self.spec, self.shape
         layers, batch = spec.n_layers, shape.batch
         if phase == "prefill":
@@ -335,6 +335,7 @@ class Native(Strategy):
         return {
             "step": 1.0,
             "row": float(batch),
+            "logit": float(batch * spec.vocab_size),
             "layer": float(layers),
             "barrier": float(layers if threads > 1 else 0),
             "element": layers * sum(elements_of(spec, batch).values()) / threads,
@@ -441,7 +442,9 @@ class Native(Strategy):
         source = "attention: visible pairs or keys at their price, or reading"
         walking_s = around("walking", largest(attention_s, reading_s), source)
         works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, walking_s))
-        sampling_s = around("scheduling", seconds("step") + seconds("row"), "scheduling and sampling, rows handed on")
+        sampling_s = around(
+            "scheduling", seconds("step") + seconds("row") + seconds("logit"), "scheduling and sampling, rows handed on"
+        )
         rows = self.shape.batch if phase == "decode" else 1
         choosing = choosing_s(self.shape, self.hardware, rows, self.spec.vocab_size) if self.shape.sampling else 0.0
         works.append(Work.limited("head", 0.0, 0.0, 0.0, 0.0, sampling_s + choosing))
