@@ -63,13 +63,22 @@ void layer_norm(const float* x, const float* weight, const float* bias, float ep
     }
 }
 
+TS_INLINE Floats swapped_pairs(Floats v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    Split x{v};
+    TS_HALVES(h) x.half[h] = _mm256_permute_ps(x.half[h], 0xb1);
+    return x.whole;
+#else
+    return __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+#endif
+}
+
 // (a, b) → (a·cos − b·sin, b·cos + a·sin) for neighbours a, b; cosines come twice each, sines as −sin, +sin.
 void rope(float* head, const float* cosines, const float* sines, int64_t head_dim) {
     int64_t i = 0;
     for (; i + kLanes <= head_dim; i += kLanes) {
         const Floats v = load(head + i);
-        const Floats swapped = __builtin_shuffle(v, Ints{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-        store(head + i, fma(swapped, load(sines + i), v * load(cosines + i)));
+        store(head + i, fma(swapped_pairs(v), load(sines + i), v * load(cosines + i)));
     }
     for (; i < head_dim; i += 2) {
         const float a = head[i], b = head[i + 1];
@@ -286,21 +295,53 @@ void bound(float* x, int64_t n, float cap) {
     }
 }
 
-ts::Best best(const float* x, int64_t n) {
+// For each of sixteen lanes the largest of its numbers, the first place that has it, and 0, or NaN once one is not
+// finite. Returns how many of x were looked at.
+TS_INLINE int64_t best_of_lanes(const float* x, int64_t n, float* values, int32_t* places, float* odds) {
+    int64_t i = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256 highest[2], odd[2];
+    __m256i where[2], here[2];
+    TS_HALVES(h) {
+        highest[h] = _mm256_set1_ps(-__builtin_inff());
+        odd[h] = _mm256_setzero_ps();
+        where[h] = here[h] = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(8 * h));
+    }
+    for (; i + kLanes <= n; i += kLanes) {
+        TS_HALVES(h) {
+            const __m256 v = _mm256_loadu_ps(x + i + 8 * h);
+            odd[h] = _mm256_fmadd_ps(v, _mm256_setzero_ps(), odd[h]);
+            const __m256i more = _mm256_castps_si256(_mm256_cmp_ps(v, highest[h], _CMP_GT_OQ));
+            where[h] = _mm256_blendv_epi8(where[h], here[h], more);
+            highest[h] = _mm256_max_ps(v, highest[h]);
+            here[h] = _mm256_add_epi32(here[h], _mm256_set1_epi32(kLanes));
+        }
+    }
+    TS_HALVES(h) {
+        _mm256_storeu_ps(values + 8 * h, highest[h]);
+        _mm256_storeu_ps(odds + 8 * h, odd[h]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(places + 8 * h), where[h]);
+    }
+#else
     Floats highest = all(-__builtin_inff()), odd = all(0.0f);
     Ints where = lane_numbers(), here = lane_numbers();
-    int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes, here += kLanes) {
         const Floats v = load(x + i);
-        odd += v * 0.0f;  // 0, or NaN once a value is not finite
+        odd += v * 0.0f;
         where = v > highest ? here : where;
         highest = greater(v, highest);
     }
-    float values[kLanes], odds[kLanes];
-    int32_t places[kLanes];
     store(values, highest);
     store(odds, odd);
-    std::memcpy(places, &where, sizeof places);
+    std::memcpy(places, &where, sizeof where);
+#endif
+    return i;
+}
+
+ts::Best best(const float* x, int64_t n) {
+    float values[kLanes], odds[kLanes];
+    int32_t places[kLanes];
+    int64_t i = best_of_lanes(x, n, values, places, odds);
     ts::Best found{-__builtin_inff(), n};
     float total = 0.0f;
     for (int lane = 0; lane < kLanes; lane++) {
