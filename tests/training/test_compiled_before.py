@@ -47,7 +47,11 @@ def test_marks_are_of_shapes_and_environment_and_a_cache_that_refuses_them_is_no
     mark = mark_of(run.recipe, run.spec, {"n_threads": 1})
     assert mark == mark_of(run.recipe, run.spec, {"n_threads": 1})
     assert len({mark, mark_of(run.recipe, run.spec, {"n_threads": 2}), mark_of(make_recipe(dtype="fp32"), run.spec, {})}) == 3
-    mark.parent.parent.mkdir(exist_ok=True)
-    mark.parent.write_text("a file where the folder would be")
-    note_compiled(mark)
     assert not was_compiled(mark)
+    assert not mark.parent.parent.exists()
+    note_compiled(mark)
+    assert was_compiled(mark)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(mark))  # a file where a folder would be
+    beyond = mark_of(run.recipe, run.spec, {"n_threads": 1})
+    note_compiled(beyond)
+    assert not was_compiled(beyond)
