@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from twostroke.core.profile import MachineProfile, save_profile
-from twostroke.training.start import hardware_of
+from twostroke.training.ranks import alone
+from twostroke.training.start import hardware_of, start
 
 
 def test_a_run_is_predicted_for_the_device_that_trains_and_for_no_other(profile: MachineProfile) -> None:
@@ -25,3 +29,20 @@ def test_a_run_is_predicted_for_the_device_that_trains_and_for_no_other(profile:
     machine, _ = hardware_of(torch.device("cpu"))
     assert machine is not None
     assert machine.kind == "cpu"
+
+
+def test_runs_beside_it_are_in_its_share_and_no_other_programs(
+    make_recipe: Any, profile: MachineProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned_s(name: str, beside: int, processors_used: float) -> float:
+        monkeypatch.setattr("twostroke.planner.hardware.present.recently", lambda: SimpleNamespace(used=processors_used))
+        return float(start(make_recipe(name), ranks=alone(beside)).entry.prediction["step_time_s"])
+
+    if profile.fingerprint.n_cores < 2:
+        pytest.skip("one processor is no part of a machine")
+    monkeypatch.setenv("TWOSTROKE_AS_CALIBRATED", "0")
+    idle, busy = planned_s("idle", 0, 0.0), planned_s("busy", 0, 1.0)
+    assert busy > idle
+    shared = planned_s("shared", 1, 0.0)
+    assert shared > idle
+    assert planned_s("shared-beside-a-run", 1, 1.0) == pytest.approx(shared)

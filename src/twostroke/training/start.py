@@ -27,6 +27,7 @@ from twostroke.ledger.scoring import numbers_of
 from twostroke.ledger.store import Ledger
 from twostroke.planner.choosing.layouts import choose_layout
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.hardware.present import as_it_was
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import plan_training, startup_s, unknown_type
@@ -168,6 +169,8 @@ def _start(
     resolved = directory.open(recipe, resume)
     check_offload(recipe.train, pick_device().type)
     hardware, why_not = hardware_of(pick_device())
+    if hardware is not None and ranks.beside:  # its share leaves room for the runs beside it, which are no other programs
+        hardware = as_it_was(hardware)
     layout = partial(layout_of, ranks.layout, sharing=ranks.sharing(pick_device().type))
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)

@@ -44,6 +44,12 @@ def at_present(profile: MachineProfile) -> Present:
     return Present(used, _taken(used, profile.fingerprint.n_cores), then.taken_at_calibration)
 
 
+def as_it_was(hardware: Hardware) -> Hardware:
+    """``hardware`` beside what ran there when it was calibrated, whatever runs there now."""
+    then = hardware.present.taken_at_calibration
+    return replace(hardware, present=Present(0.0, then, then))
+
+
 def _taken(used: float, n_processors: int) -> int:
     return min(whole(used), n_processors - 1)
 
