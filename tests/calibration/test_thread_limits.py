@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from twostroke.calibration.thread_limits import NO_FASTER, last_below
+from twostroke.calibration.thread_limits import NO_FASTER, last_no_faster
 
 LESS, MORE = NO_FASTER - 0.1, NO_FASTER + 0.1
 
@@ -25,4 +25,4 @@ LESS, MORE = NO_FASTER - 0.1, NO_FASTER + 0.1
 def test_the_limit_lies_between_the_last_size_without_a_gain_and_the_next(
     gains: list[tuple[float, float]], limit: float
 ) -> None:
-    assert last_below(NO_FASTER, gains) == pytest.approx(limit)
+    assert last_no_faster(gains) == pytest.approx(limit)

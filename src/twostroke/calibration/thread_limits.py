@@ -21,10 +21,9 @@ ROWS = (1, 2, 4, 8, 16, 32)
 ROUNDS = 3
 NO_FASTER = 1.4
 """All threads count as no faster until they are by so much, because one leaves the other processors to HTTP and its clients.
-On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900."""
-
-SHORT_S = 0.5e-3
-"""For the same reason steps that take one thread no longer than this stay on it, however fast all threads are."""
+On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900. For
+the same reason the limit in FLOP is never below the default, half a millisecond of one thread with AVX-512; on two cores of a
+Zen 3, where that is 1.4 ms, 8 users got 6,200 tok/s on both and 8,800 on one."""
 
 
 def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
@@ -37,40 +36,37 @@ def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
         engines, prompts = Engines(Path(folder)), Prompts()
         by_flop: dict[float, float] = {}
         by_bytes: dict[float, float] = {}
-        seconds: dict[float, float] = {}
         for model in (SMALLEST, NARROW, WIDE):
             engine = engines.get(NativeAnchor("decode", *model, 1, CONTEXT).spec, "bf16")
             engine.plan = replace(engine.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # as many as ``n_threads`` says
             for rows in ROWS if model != WIDE else ROWS[:1]:
-                flop = float(rows * row_flop(engine.spec))
-                alone_s, faster = _gain(clock, engine, prompts, rows, n_threads)
+                faster = _gain(clock, engine, prompts, rows, n_threads)
                 if model != WIDE:
-                    by_flop[flop], seconds[flop] = faster, alone_s / SHORT_S
+                    by_flop[float(rows * row_flop(engine.spec))] = faster
                 if rows == 1:
                     by_bytes[float(engine.plan.step_bytes)] = faster
-    most_flop = max(last_below(NO_FASTER, by_flop.items()), last_below(1.0, seconds.items()))
-    most_bytes = last_below(NO_FASTER, by_bytes.items())
-    return replace(crossovers, one_thread_max_flop=most_flop, one_thread_max_bytes=most_bytes)
+    flop, n_bytes = last_no_faster(by_flop.items()), last_no_faster(by_bytes.items())
+    flop = max(flop, Crossovers().one_thread_max_flop)
+    return replace(crossovers, one_thread_max_flop=flop, one_thread_max_bytes=n_bytes)
 
 
-def _gain(clock: Clock, engine: EngineCore, prompts: Prompts, rows: int, n_threads: int) -> tuple[float, float]:
-    """(seconds of a step of ``rows`` on one thread, how many times as fast it is on ``n_threads``), the best of each over
-    rounds in turns."""
+def _gain(clock: Clock, engine: EngineCore, prompts: Prompts, rows: int, n_threads: int) -> float:
+    """How many times as fast a step of ``rows`` is on ``n_threads`` as on one, the best of each over rounds in turns."""
     best = dict.fromkeys((1, n_threads), math.inf)
     for _ in range(ROUNDS):
         for count in best:
             engine.n_threads = count
             torch.set_num_threads(count)
             best[count] = min(best[count], decode_step_s(clock, engine, prompts, rows, CONTEXT))
-    return best[1], best[1] / best[n_threads]
+    return best[1] / best[n_threads]
 
 
-def last_below(limit: float, found: Iterable[tuple[float, float]]) -> float:
-    """Between the last size before a value is above ``limit`` and the next, in the middle of their logarithms; the largest if
-    none is, 0 if all are. ``found``: (size, value)."""
+def last_no_faster(gains: Iterable[tuple[float, float]]) -> float:
+    """Between the last size before all threads are faster and the next, in the middle of their logarithms; the largest if they
+    never are, 0 if they always are. ``gains``: (size, how many times as fast)."""
     last = 0.0
-    for size, value in sorted(found):
-        if value > limit:
+    for size, gain in sorted(gains):
+        if gain > NO_FASTER:
             return math.sqrt(last * size)
         last = size
     return last
