@@ -123,10 +123,14 @@ def main() -> None:
             rounds.append(round_of(folder, environment, [c for c in to_type if number == 0 or c != CALIBRATE], given.disturbed))
         os.environ["TWOSTROKE_HOME"] = str(home)
         record = {"command": " ".join(["python", *sys.argv]), **_versions(), "disturbed": given.disturbed, "rounds": rounds}
+        named = ((work, "WORK"), (given.work, "WORK"), (given.home, "HOME"), (given.out, "OUT"))
     found = [[row for step in steps for row in step["found"]] for steps in rounds]
     text = summary(found, given.disturbed)
     plain = [[step | {"found": [asdict(row) for row in step["found"]]} for step in steps] for steps in rounds]
-    (given.out / "session.json").write_text(json.dumps(record | {"rounds": plain}, indent=1) + "\n", encoding="utf-8")
+    document = json.dumps(record | {"rounds": plain}, indent=1)
+    for path, name in named:  # folders of this machine, which tell nobody anything
+        document = document if path is None else document.replace(str(path), name)
+    (given.out / "session.json").write_text(document + "\n", encoding="utf-8")
     (given.out / "summary.md").write_text(text, encoding="utf-8")
     print(text)
 
