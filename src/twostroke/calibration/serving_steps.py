@@ -81,15 +81,17 @@ class Prompts:
         return name
 
 
-def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
-    """Median seconds of a step over undisturbed groups of ``GROUP`` (fewer, where they are long) in a row, as an engine runs
-    them: a step that begins after a pause, in which caches cooled and threads fell asleep, takes a quarter longer."""
+def _median_s(
+    clock: Clock, step: Callable[[], object], group: int, most_groups: int, is_enough: Callable[[float, int], bool]
+) -> float:
+    """Median seconds of a step over undisturbed groups of ``group`` in a row, as an engine runs them: a step that begins after
+    a pause, in which caches cooled and threads fell asleep, takes a quarter longer. ``is_enough`` after so many seconds and
+    undisturbed groups ends it early."""
     clean: list[float] = []
     disturbed: list[float] = []
     shares: list[float] = []
-    group = max(1, min(GROUP, int(LONGEST_GROUP_S / max(clock.once_s(step), 1e-9))))
     begin = time.perf_counter()
-    for _ in range(MOST_GROUPS):
+    for _ in range(most_groups):
         window = Window()
         for _ in range(group):
             step()
@@ -97,39 +99,30 @@ def _steady_s(clock: Clock, step: Callable[[], object]) -> float:
         elapsed_s, share = window.elapsed_s, window.waited_share
         shares.append(share)
         (disturbed if share > DISTURBED_SHARE else clean).append(elapsed_s / group)
-        elapsed = time.perf_counter() - begin
-        if clock.is_over(elapsed, SECONDS * clock.effort, len(clean) >= LEAST_GROUPS):
+        if is_enough(time.perf_counter() - begin, len(clean)):
             break
     clock.count(shares)
     return statistics.median(clean or disturbed)
 
 
+def _group(step_s: float, most: int) -> int:
+    """Steps of a group: ``most``, fewer where they are long."""
+    return max(1, min(most, int(LONGEST_GROUP_S / max(step_s, 1e-9))))
+
+
 def decode_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, batch: int, context: int) -> float:
-    """One step of ``batch`` requests that each have about ``context`` tokens before them: the median over undisturbed groups of
-    steps in a row, whose mean context that is."""
+    """One step of ``batch`` requests that each have about ``context`` tokens before them, which is the mean over the steps."""
     n_steps = max(FEWEST_DECODED, DECODED * 4 // max(4, batch))
     before = max(1, context - WARM_UP - n_steps // 2)
     names = [prompts.add(engine, before, WARM_UP + n_steps + 16) for _ in range(batch)]
     started: set[str] = set()
     while len(started) < batch:
         started |= {event.request_id for event in engine.step()}
-    clean: list[float] = []
-    disturbed: list[float] = []
-    shares: list[float] = []
     try:
         for _ in range(WARM_UP):
             step_s = clock.once_s(engine.step)
-        group = max(1, min(n_steps // LEAST_GROUPS, int(LONGEST_GROUP_S / max(step_s, 1e-9))))
-        for _ in range(n_steps // group):
-            window = Window()
-            for _ in range(group):
-                engine.step()
-            clock.wait()
-            elapsed_s, share = window.elapsed_s, window.waited_share
-            shares.append(share)
-            (disturbed if share > DISTURBED_SHARE else clean).append(elapsed_s / group)
-        clock.count(shares)
-        return statistics.median(clean or disturbed)
+        group = _group(step_s, n_steps // LEAST_GROUPS)
+        return _median_s(clock, engine.step, group, n_steps // group, lambda elapsed_s, n_clean: False)
     finally:
         for name in names:
             engine.abort(name)
@@ -143,7 +136,10 @@ def prefill_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, n_tokens:
         while engine.has_work:
             engine.step()
 
-    return _steady_s(clock, answer)
+    def is_enough(elapsed_s: float, n_clean: int) -> bool:
+        return clock.is_over(elapsed_s, SECONDS * clock.effort, n_clean >= LEAST_GROUPS)
+
+    return _median_s(clock, answer, _group(clock.once_s(answer), GROUP), MOST_GROUPS, is_enough)
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:

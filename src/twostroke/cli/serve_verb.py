@@ -16,6 +16,7 @@ from twostroke.cli.model_options import AB, MEMORY, MODEL, WAIT, several, with_o
 from twostroke.cli.opened_model import opened_model
 from twostroke.cli.plan.subject import OUTPUT, PROMPT, lengths
 from twostroke.cli.slo import MODE, PREFIX_HITS, SLO_TPOT, SLO_TTFT, SPREAD, Asked, chosen_server
+from twostroke.cli.typed import is_typed
 from twostroke.core.adapter_names import LORA_HELP
 from twostroke.core.contention import processors
 from twostroke.core.engine_settings import EngineSettings
@@ -212,7 +213,7 @@ def serve(
     for name, of, there in (
         ("capture_gib", "--capture", capture), ("response_cache_gib", "--response-cache", response_cache),
     ):  # fmt: skip
-        if there is None and _by_hand(context, name):
+        if there is None and is_typed(context, name):
             raise ConfigError(f"--{name.replace('_', '-')} bounds what {of} keeps. Name its folder with {of}, or leave it out.")
     of_ray = ("min_replicas", "replica_cpus", "target_ongoing", "target_wait_s", "scale_down_s")
     if ray:
@@ -225,7 +226,7 @@ def serve(
         )
         return
     for name in of_ray:
-        if _by_hand(context, name):
+        if is_typed(context, name):
             raise ConfigError(f"--{name.replace('_', '-')} says how --ray scales. Give --ray as well, or leave it out.")
     if models.directories:
         settings = with_others(settings, models)
@@ -341,10 +342,6 @@ def _serve_on_ray(settings: ServeSettings, host: str, port: int, scale: Scale, a
     log("stopped after " + ", ".join(f"{format_count(value)} {name}" for name, value in totals.items()))
 
 
-def _by_hand(context: typer.Context, name: str) -> bool:
-    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-
-
 def _set(
     context: typer.Context,
     directory: Path,
@@ -364,7 +361,7 @@ def _set(
     prompt, output = of_load
     request = {"batch": 1, "prompt_tokens": prompt, "output_tokens": output, "prefix_hit_share": prefix_hit_share}
     shape = serving_shape(directory, spec, engine, **request)
-    given = [name for name in Fixed._fields if _by_hand(context, name)]
+    given = [name for name in Fixed._fields if is_typed(context, name)]
     by_hand = {name: getattr(engine, name) for name in given}  # be it the default
     own = engine.dtype == "auto", engine.kv_dtype == "auto"
     choice = chosen_server(directory, spec, shape, load_hardware("this", "serve"), asked, spread, Fixed(**by_hand), *own)

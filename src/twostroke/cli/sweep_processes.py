@@ -56,7 +56,8 @@ class _Running:
         self.job = job
         self._steps = GrowingRecords(job.directory / "log.jsonl")
         self._last = 0
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # until it has ended. A pipe would hold up a process whose summary it cannot take
+        # Until it has ended. A pipe would hold up a process whose summary it cannot take.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with job.output.open("ab") as said:
             self._process = subprocess.Popen(
@@ -92,9 +93,8 @@ class _Running:
             document = _object(printed.read())
         if code == 0 and document:
             return Outcome("finished", document)
-        if code == Interrupted.exit_code or (
-            is_asked and code not in (1, 2)
-        ):  # before its first step it is ended by the signal
+        by_signal = is_asked and code not in (1, 2)  # before its first step, when there is nothing to save
+        if code == Interrupted.exit_code or by_signal:
             return Outcome("stopped")
         how = f"it was ended by signal {-code}" if code < 0 else f"it ended with {code}"
         return Outcome("failed", error=str(document.get("error") or f"{how}. {self.job.output} has what it said."))

@@ -110,13 +110,17 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
     return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
 
 
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether the parameter ``name`` stands on the command line."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def typed_again(context: typer.Context, leaving_out: str) -> list[str]:
     """The words that give the command of ``context`` what it was given, but for the option that is its parameter
     ``leaving_out``."""
     words = [str(context.info_name)]
     for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        if parameter.name == leaving_out or source is None or source.name != "COMMANDLINE":
+        if parameter.name == leaving_out or not is_typed(context, str(parameter.name)):
             continue
         given = context.params[str(parameter.name)]
         for value in given if isinstance(given, list | tuple) else (given,):

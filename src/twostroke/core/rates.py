@@ -176,8 +176,7 @@ class StepPrices:
     """Seconds of one unit of what a native step does beside its products, as fitted to whole steps; 0: the fit found none.
     ``barrier`` is a layer of a step on several threads, ``attention`` a FLOP of attention, ``key`` a number of the keys and
     values that a decode step walks, ``far_key`` what one more takes that comes from memory, ``logit`` one that a token is
-    chosen from; threads share elements, FLOP and
-    keys."""
+    chosen from; threads share elements, FLOP and keys."""
 
     phase: Phase
     step_s: float = 0.0

@@ -20,6 +20,7 @@ from twostroke.cli.plan.subject import (
     Subject,
     read_subject,
 )
+from twostroke.cli.typed import is_typed
 from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.errors import CapacityError, ConfigError
 from twostroke.core.optimizers import CHOICES
@@ -136,8 +137,8 @@ def train(
     found = read_subject(subject, settings, machine, train_tokens)
     if found.shape is not None:
         _refuse_shape_options(call, subject)
-    elif method == "full" and (useless := _typed(call, ("lora_rank", "lora_targets"))):
-        raise ConfigError(f"{_option(useless[0])} is of adapters, and --method full trains none. Add --method lora or qlora.")
+    elif method == "full" and (name := _first_typed(call, ("lora_rank", "lora_targets"))):
+        raise ConfigError(f"{_option(name)} is of adapters, and --method full trains none. Add --method lora or qlora.")
     if ranks or (found.recipe is not None and found.recipe.parallel is not None):
         if layout != Layout(devices_per_node=layout.devices_per_node):
             raise ConfigError(f"the layout is that of [parallel] in {subject}. Change it there, or with --set parallel.data=2.")
@@ -226,14 +227,13 @@ def _or_none(name: str, value: Number) -> Number | None:
 
 def _refuse_shape_options(call: typer.Context, subject: str) -> None:
     """ConfigError for an option that a recipe would silently overrule."""
-    for name in _typed(call, SHAPE_OPTIONS):
+    if name := _first_typed(call, SHAPE_OPTIONS):
         raise ConfigError(f"{_option(name)} is for a bare model, and {subject} is a recipe. Use --set train.{name}=… instead.")
 
 
-def _typed(call: typer.Context, names: tuple[str, ...]) -> list[str]:
-    """Those of ``names`` that stand on the command line."""
-    sources = {name: call.get_parameter_source(name) for name in names}
-    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+def _first_typed(call: typer.Context, names: tuple[str, ...]) -> str | None:
+    """The first of ``names`` that stands on the command line."""
+    return next((name for name in names if is_typed(call, name)), None)
 
 
 def _option(name: str) -> str:
