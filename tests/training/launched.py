@@ -126,9 +126,12 @@ class Launched:
 
     def ended(self, within_s: float = 60.0) -> int:
         try:
-            code = self.process.wait(within_s)
+            return self.process.wait(within_s)
         finally:
-            self.process.kill()
-            self._reader.join(5)
-            self.process.stderr.close()  # type: ignore[union-attr]
-        return code
+            self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        self.process.stderr.close()  # type: ignore[union-attr]

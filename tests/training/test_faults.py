@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from twostroke.training.stragglers import RankTimes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hangs are found by what Linux tells of threads")
 
+Launcher = Callable[..., Launched]
+
 LOST = 50
 """Ranks that are lost in a layout by `make soak`."""
 
@@ -43,6 +46,20 @@ FAULTS = [
     (LOOP, 1, "rank 1 has computed for"),
     (SLEEP_IN_SAVE, 0, "while a checkpoint was written"),
 ]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launcher]:
+    """`Launched`, whose processes end with the test, also with one that fails."""
+    runs: list[Launched] = []
+
+    def launch(*arguments: Any) -> Launched:
+        runs.append(Launched(*arguments))
+        return runs[-1]
+
+    yield launch
+    for run in runs:
+        run.end()
 
 
 def long_recipe(make_recipe: Any, name: str, steps: int, shard: int = 2, in_background: bool = True) -> TrainRecipe:
@@ -61,11 +78,11 @@ def undisturbed(make_recipe: Any, steps: int) -> dict[str, str]:
     "faults", [FAULTS[0::3], pytest.param(FAULTS[1:3] + FAULTS[4:], marks=pytest.mark.soak)], ids=["first", "second"]
 )
 def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(
-    make_recipe: Any, tmp_path: Path, faults: list[tuple[int, int, str]]
+    make_recipe: Any, launch: Launcher, tmp_path: Path, faults: list[tuple[int, int, str]]
 ) -> None:
     steps = 200
     recipe = long_recipe(make_recipe, "run", steps, in_background=False)
-    run = Launched(recipe, tmp_path / "faults", 2, ["--max-restarts", str(len(faults))])
+    run = launch(recipe, tmp_path / "faults", 2, ["--max-restarts", str(len(faults))])
     for n_before, (number, rank, words) in enumerate(faults):
         run.wait_for_step(run.step() + 30)
         gone_s, told = run.do(number, rank)
@@ -82,8 +99,8 @@ def test_ranks_that_are_lost_start_again_and_end_in_the_same_bits(
     assert fingerprint(Path(recipe.output)) == undisturbed(make_recipe, steps)
 
 
-def test_restarts_are_counted_and_a_straggler_is_named(make_recipe: Any, tmp_path: Path) -> None:
-    run = Launched(long_recipe(make_recipe, "run", 100_000, shard=1), tmp_path / "faults", 2, ["--max-restarts", "1"])
+def test_restarts_are_counted_and_a_straggler_is_named(make_recipe: Any, launch: Launcher, tmp_path: Path) -> None:
+    run = launch(long_recipe(make_recipe, "run", 100_000, shard=1), tmp_path / "faults", 2, ["--max-restarts", "1"])
     run.wait_for_step(5)
     run.ranks()[1].send_signal(SLOW)
     run.wait_for(lambda: "rank 1 computes" in run.said)
@@ -98,10 +115,10 @@ def test_restarts_are_counted_and_a_straggler_is_named(make_recipe: Any, tmp_pat
     assert re.search(r"error: rank 0 was ended by SIGKILL .* after 1 restarts, and the others stopped\. Checkpoint", run.said)
 
 
-def test_an_interruption_notice_ends_with_a_checkpoint(make_recipe: Any, tmp_path: Path) -> None:
+def test_an_interruption_notice_ends_with_a_checkpoint(make_recipe: Any, launch: Launcher, tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     recipe = long_recipe(make_recipe, "run", 100_000)
-    run = Launched(recipe, tmp_path / "faults", 2, ["--interruption-notice", str(notice)])
+    run = launch(recipe, tmp_path / "faults", 2, ["--interruption-notice", str(notice)])
     run.wait_for_step(5)
     notice.touch()
     assert run.ended() == 75, run.said
@@ -110,12 +127,12 @@ def test_an_interruption_notice_ends_with_a_checkpoint(make_recipe: Any, tmp_pat
     assert list_checkpoints(Path(recipe.output) / "checkpoints")[-1][0] == int(step.group(1))
 
 
-def test_two_hosts_train_one_run_and_start_again_together(make_recipe: Any, tmp_path: Path) -> None:
+def test_two_hosts_train_one_run_and_start_again_together(make_recipe: Any, launch: Launcher, tmp_path: Path) -> None:
     steps = 100
     recipe = long_recipe(make_recipe, "run", steps)
     place = ["--rendezvous", f"127.0.0.1:{free_port()}", "--hosts", "2", "--max-restarts", "1"]
     first, second = (
-        Launched(recipe, tmp_path / f"host-{i}", 1, [*place, "--host-index", str(i)]) for i in range(2)
+        launch(recipe, tmp_path / f"host-{i}", 1, [*place, "--host-index", str(i)]) for i in range(2)
     )  # fmt: skip
     first.wait_for_step(25)
     second.ranks()[1].kill()
@@ -263,11 +280,11 @@ def test_notices_of_clouds(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("shard", [1, 2])
-def test_a_hundred_lost_ranks(make_recipe: Any, tmp_path: Path, shard: int) -> None:
+def test_a_hundred_lost_ranks(make_recipe: Any, launch: Launcher, tmp_path: Path, shard: int) -> None:
     """Kills, stops and hangs of any rank, at moments drawn at random, also before ranks stand and in saves; 50 a layout."""
     draw, steps = random.Random(shard), 4000
     recipe = long_recipe(make_recipe, "run", steps, shard)
-    run = Launched(recipe, tmp_path / "faults", 2, ["--max-restarts", "1000"])
+    run = launch(recipe, tmp_path / "faults", 2, ["--max-restarts", "1000"])
     noticed, in_start = [], 0
     for _ in range(LOST):
         if draw.random() < 0.15:  # while ranks start

@@ -14,6 +14,7 @@ import signal
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -68,6 +69,11 @@ LEARNED = (Phase.STEPS, Phase.SAVING, Phase.SCORING)
 
 _LAYOUT = struct.Struct("=qqqqddddd")
 
+_SLOT = struct.Struct(f"=q{_LAYOUT.size}sI")
+"""The number of this write, the marks, and the checksum of both. A page has two slots, which are written in turn, and the
+reader takes the newer one that is whole. With one slot a reader once saw a limit that was half written, took it for 0 s and
+ended a rank that was well."""
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -93,8 +99,19 @@ class Marks:
 
 
 def read_marks(pages: mmap.mmap, local_rank: int) -> Marks:
-    marks = Marks(*_LAYOUT.unpack_from(pages, local_rank * PAGE_BYTES))
-    return marks if marks.count else Marks()
+    at = local_rank * PAGE_BYTES
+    while True:
+        page = pages[at : at + 2 * _SLOT.size]
+        slots = [_SLOT.unpack_from(page, slot * _SLOT.size) for slot in range(2)]
+        whole = {write: marks for write, marks, checksum in slots if write and checksum == _checksum(write, marks)}
+        if whole:
+            return Marks(*_LAYOUT.unpack(whole[max(whole)]))
+        if not all(write for write, *_ in slots):
+            return Marks()  # nothing was written yet; else both slots were written during the read, and it is tried again
+
+
+def _checksum(write: int, marks: bytes) -> int:
+    return zlib.crc32(marks + write.to_bytes(8, "little"))
 
 
 class Progress:
@@ -103,7 +120,7 @@ class Progress:
     def __init__(self, pages: mmap.mmap | None = None, local_rank: int = 0, idle_limit_s: float = IDLE_S) -> None:
         self._pages, self._at, self._idle_limit_s = pages, local_rank * PAGE_BYTES, idle_limit_s
         self._first_step: int | None = None
-        self._count = self._step = self._waiting = 0
+        self._count = self._step = self._waiting = self._writes = 0
         self._phase = Phase.STARTING
         self._cpu_s = 0.0
         self._longest: dict[Phase, float] = {}
@@ -196,10 +213,13 @@ class Progress:
             return
         longest = self._longest.get(self._phase)
         limit_s = float("inf") if longest is None else max(BUSY_FLOOR_S, BUSY_FACTOR * longest)
-        _LAYOUT.pack_into(
-            self._pages, self._at, self._count, self._phase, self._step, self._waiting,
+        marks = _LAYOUT.pack(
+            self._count, self._phase, self._step, self._waiting,
             self._cpu_s, limit_s, self._idle_limit_s, self._stood_at, self._stepped_at,
         )  # fmt: skip
+        self._writes += 1
+        slot = self._at + self._writes % 2 * _SLOT.size
+        _SLOT.pack_into(self._pages, slot, self._writes, marks, _checksum(self._writes, marks))
 
 
 def _stop_without_launcher(launcher: int) -> None:
