@@ -246,7 +246,8 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
     for (int64_t span = first_span; span < task.end_key; span += ts::kSpan) {
         const int64_t end = span + ts::kSpan < task.end_key ? span + ts::kSpan : task.end_key;
         const int n_tiles = static_cast<int>((end - span + ts::kTile - 1) / ts::kTile);
-        find_tiles(kv, head, task.pages, span, task.first_key, end, n_tiles, work.key_tiles, work.value_tiles, tiles);
+        find_tiles<false>(kv, head, task.pages, span, task.first_key, end, n_tiles, work.key_tiles, work.value_tiles,
+                          tiles);
         pair_values(work, tiles, n_tiles);
         for (int64_t row = 0; row < n_rows; row += kRowsPerTmm) {
             const int64_t rows = n_rows - row < kRowsPerTmm ? n_rows - row : kRowsPerTmm;

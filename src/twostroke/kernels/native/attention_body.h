@@ -16,50 +16,143 @@ namespace {
 constexpr int kTilesPerBlock = ts::kBlock / ts::kTile;
 constexpr int64_t kTaskRows = 48;
 
-// Keys and values as the loops read them: words of two bf16, or floats. kPair numbers of a row make one word. `Sums`
-// and `Many` are sixteen lanes of sums and of words, vectors_of(rows) of them side by side.
+// Keys and values as the loops read them: sixteen lanes of a pair of numbers, or of one float. What a row multiplies
+// them with lies in kFactorWords words a pair. `Sums` are sixteen sums, vectors_of(rows) of them side by side.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // Two registers each, by hand: GCC keeps its own vectors of 64 bytes in memory where there are no registers of 64.
+// Factors are floats, which a load spreads over the lanes. Codes are read as they lie in the cache: their numbers are
+// those of their bf16 words, which would have to be written and taken apart again.
 using Sums = ts::F32x16;
-using Many = ts::I32x16;
+struct Pairs {
+    Sums even, odd;
+};
 TS_INLINE Sums no_sums() { return ts::zero_floats(); }
 TS_INLINE Sums load_sums(const float* p) { return ts::load_floats(p); }
-TS_INLINE Many load_many(const uint32_t* p) { return ts::load_words(static_cast<const void*>(p)); }
 TS_INLINE void store_sums(float* p, Sums v) {
     _mm256_storeu_ps(p, v.low);
     _mm256_storeu_ps(p + 8, v.high);
 }
-struct Bf16Pairs {
-    static constexpr int kPair = 2;
-    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) {
-        ts::add_bf16_products(sum, many, ts::broadcast(static_cast<int32_t>(one)));
-        return sum;
+TS_INLINE __m128i sixteen_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+TS_INLINE __m256 eight_floats(__m256i words) { return _mm256_cvtepi32_ps(words); }
+
+struct OfPairs {
+    static constexpr int kPair = 2, kFactorWords = 2;
+    static constexpr bool kOfCodes = false;
+    TS_INLINE Sums dot(Sums sum, const uint32_t* factors, Pairs many) {
+        const float* f = reinterpret_cast<const float*>(factors);
+        return ts::fma(ts::broadcast(f[1]), many.odd, ts::fma(ts::broadcast(f[0]), many.even, sum));
+    }
+};
+struct Bf16Pairs : OfPairs {
+    TS_INLINE Pairs load(const void* p) {
+        const ts::I32x16 words = ts::load_words(p);
+        const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+        return {{_mm256_castsi256_ps(_mm256_slli_epi32(words.low, 16)),
+                 _mm256_castsi256_ps(_mm256_slli_epi32(words.high, 16))},
+                {_mm256_castsi256_ps(_mm256_and_si256(words.low, upper)),
+                 _mm256_castsi256_ps(_mm256_and_si256(words.high, upper))}};
+    }
+    TS_INLINE Pairs keys(const uint32_t* tile, int64_t d) { return load(tile + d * kLanes); }
+    TS_INLINE Pairs values(const uint32_t* tile, int64_t j, int64_t D, int64_t d) { return load(tile + j * D + d); }
+};
+struct CodePairs : OfPairs {
+    static constexpr bool kOfCodes = true;
+    TS_INLINE Pairs load(const uint8_t* p) {
+        const __m256i low = _mm256_cvtepi8_epi16(sixteen_bytes(p)), high = _mm256_cvtepi8_epi16(sixteen_bytes(p + 16));
+        return {{eight_floats(_mm256_srai_epi32(_mm256_slli_epi32(low, 16), 16)),
+                 eight_floats(_mm256_srai_epi32(_mm256_slli_epi32(high, 16), 16))},
+                {eight_floats(_mm256_srai_epi32(low, 16)), eight_floats(_mm256_srai_epi32(high, 16))}};
+    }
+    TS_INLINE Pairs keys(const uint32_t* tile, int64_t d) {
+        return load(reinterpret_cast<const uint8_t*>(tile) + d * 2 * kLanes);
+    }
+    TS_INLINE Pairs values(const uint32_t* tile, int64_t j, int64_t D, int64_t d) {
+        return load(reinterpret_cast<const uint8_t*>(tile) + (j * D + d) * 2);
+    }
+};
+struct FourBitCodes : OfPairs {
+    static constexpr bool kOfCodes = true;
+    // What the lower four bits of sixteen bytes stand for.
+    TS_INLINE Sums values_of(__m128i codes) {
+        codes = _mm_and_si128(codes, _mm_set1_epi8(15));
+        const __m256 middle = _mm256_set1_ps(7.5f);
+        return {_mm256_sub_ps(eight_floats(_mm256_cvtepu8_epi32(codes)), middle),
+                _mm256_sub_ps(eight_floats(_mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))), middle)};
+    }
+    TS_INLINE Pairs keys(const uint32_t* tile, int64_t d) {
+        const __m128i both = sixteen_bytes(reinterpret_cast<const uint8_t*>(tile) + d * kLanes);
+        return {values_of(both), values_of(_mm_srli_epi16(both, 4))};
+    }
+    // Where half of a head is whole vectors of dimensions, and for so few rows that taking codes apart again for every
+    // kRowsAtOnce of them costs less than writing their words: 4 rows gain a sixth, a prompt's 48 would lose a twelfth.
+    static constexpr bool reads(int64_t D, int64_t n_rows) { return D % (2 * kLanes) == 0 && n_rows <= 8; }
+    TS_INLINE Pairs values(const uint32_t* tile, int64_t j, int64_t D, int64_t d) {
+        const int64_t half = D / 2;
+        const bool upper = d >= half;
+        const uint8_t* even = reinterpret_cast<const uint8_t*>(tile) + 2 * j * half + (upper ? d - half : d);
+        const __m128i shift = _mm_cvtsi32_si128(upper ? 4 : 0);
+        return {values_of(_mm_srl_epi16(sixteen_bytes(even), shift)),
+                values_of(_mm_srl_epi16(sixteen_bytes(even + half), shift))};
     }
 };
 struct SingleFloats {
-    static constexpr int kPair = 1;
-    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) {
-        const __m256 factor = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int32_t>(one)));
-        return ts::fma({factor, factor}, {_mm256_castsi256_ps(many.low), _mm256_castsi256_ps(many.high)}, sum);
+    static constexpr int kPair = 1, kFactorWords = 1;
+    static constexpr bool kOfCodes = false;
+    TS_INLINE Sums dot(Sums sum, const uint32_t* factor, Sums many) {
+        return ts::fma(ts::broadcast(*reinterpret_cast<const float*>(factor)), many, sum);
+    }
+    TS_INLINE Sums keys(const uint32_t* tile, int64_t d) { return ts::load_floats(tile + d * kLanes); }
+    TS_INLINE Sums values(const uint32_t* tile, int64_t j, int64_t D, int64_t d) {
+        return ts::load_floats(tile + j * D + d);
     }
 };
 constexpr int kRowsAtOnce = 4;
 // Four sums of two registers fill half of the sixteen.
 constexpr int vectors_of(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+// sums[row][vector] += factor(row) · vector(vector). One vector at a time: its floats take four registers.
+template <typename Format, int Rows, int N, typename Factor, typename Vector>
+TS_INLINE void add_products(Sums (&sums)[Rows][N], Factor factor, Vector vector) {
+    for (int n = 0; n < N; n++) {
+        const auto many = vector(n);
+        for (int r = 0; r < Rows; r++) sums[r][n] = Format::dot(sums[r][n], factor(r), many);
+    }
+}
+
+// Pairs of bf16 in words become floats, in twice the room.
+TS_INLINE void spread_factors(uint32_t* words, int64_t n) {
+    for (int64_t i = n - 1; i >= 0; i--) {
+        const uint32_t both = words[i];
+        words[2 * i] = both << 16;
+        words[2 * i + 1] = both & 0xffff0000u;
+    }
+}
+// Sixteen weights in bf16, in the lower half of each word.
+TS_INLINE void store_weights(uint32_t* weights, int t, Words rounded) {
+    store(reinterpret_cast<float*>(weights) + t * ts::kTile, (Floats)(rounded << 16));
+}
 #else
 using Sums = Floats;
-using Many = Words;
 TS_INLINE Sums no_sums() { return all(0.0f); }
 TS_INLINE Sums load_sums(const float* p) { return load(p); }
-TS_INLINE Many load_many(const uint32_t* p) { return load_words(p); }
 TS_INLINE void store_sums(float* p, Sums v) { store(p, v); }
-struct Bf16Pairs {
-    static constexpr int kPair = 2;
-    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) { return dot_pairs(sum, all_words(one), many); }
+struct OfWords {
+    static constexpr int kFactorWords = 1;
+    static constexpr bool kOfCodes = false;
+    TS_INLINE Words keys(const uint32_t* tile, int64_t d) { return load_words(tile + d * kLanes); }
+    TS_INLINE Words values(const uint32_t* tile, int64_t j, int64_t D, int64_t d) {
+        return load_words(tile + j * D + d);
+    }
 };
-struct SingleFloats {
+struct Bf16Pairs : OfWords {
+    static constexpr int kPair = 2;
+    TS_INLINE Sums dot(Sums sum, const uint32_t* one, Words many) { return dot_pairs(sum, all_words(*one), many); }
+};
+struct SingleFloats : OfWords {
     static constexpr int kPair = 1;
-    TS_INLINE Sums dot(Sums sum, uint32_t one, Many many) { return fma((Floats)all_words(one), (Floats)many, sum); }
+    TS_INLINE Sums dot(Sums sum, const uint32_t* one, Words many) {
+        return fma((Floats)all_words(*one), (Floats)many, sum);
+    }
 };
 #if defined(__AVX512F__)
 constexpr int kRowsAtOnce = 6;
@@ -67,6 +160,18 @@ constexpr int kRowsAtOnce = 6;
 constexpr int kRowsAtOnce = 1;
 #endif
 constexpr int vectors_of(int) { return 4; }
+
+// sums[row][vector] += factor(row) · vector(vector).
+template <typename Format, int Rows, int N, typename Factor, typename Vector>
+TS_INLINE void add_products(Sums (&sums)[Rows][N], Factor factor, Vector vector) {
+    Words many[N];
+    for (int n = 0; n < N; n++) many[n] = vector(n);
+    for (int r = 0; r < Rows; r++)
+        for (int n = 0; n < N; n++) sums[r][n] = Format::dot(sums[r][n], factor(r), many[n]);
+}
+TS_INLINE void store_weights(uint32_t* weights, int t, Words rounded) {
+    store_halves(reinterpret_cast<uint16_t*>(weights) + t * ts::kTile, low_halves(rounded), kLanes);
+}
 #endif
 
 // scores[row][key] of Rows rows and Tiles tiles of 16 keys.
@@ -75,12 +180,10 @@ TS_INLINE void score_rows(const uint32_t* q, int64_t q_words, const uint32_t* co
     Sums sums[Rows][Tiles];
     for (int r = 0; r < Rows; r++)
         for (int t = 0; t < Tiles; t++) sums[r][t] = no_sums();
-    for (int64_t d = 0; d < q_words; d++) {
-        Many k[Tiles];
-        for (int t = 0; t < Tiles; t++) k[t] = load_many(keys[t] + d * ts::kTile);
-        for (int r = 0; r < Rows; r++)
-            for (int t = 0; t < Tiles; t++) sums[r][t] = Format::dot(sums[r][t], q[r * q_words + d], k[t]);
-    }
+    for (int64_t d = 0; d < q_words; d++)
+        add_products<Format, Rows, Tiles>(sums, [&](int r) TS_INLINED {
+            return q + (r * q_words + d) * Format::kFactorWords;
+        }, [&](int t) TS_INLINED { return Format::keys(keys[t], d); });
     for (int r = 0; r < Rows; r++)
         for (int t = 0; t < Tiles; t++) store_sums(scores + r * ts::kBlock + t * ts::kTile, sums[r][t]);
 }
@@ -99,37 +202,31 @@ struct Count {
     constexpr int operator()() const { return N; }
 };
 
-// sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions.
+// sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions from `first` on.
 template <typename Format, int Rows, int Parts>
 TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles,
-                                   int64_t head_dim, int64_t padded, float* sums) {
+                                   int64_t head_dim, int64_t padded, int64_t first, float* sums) {
     Sums s[Rows][Parts];
     for (int r = 0; r < Rows; r++)
-        for (int p = 0; p < Parts; p++) s[r][p] = load_sums(sums + r * padded + p * kLanes);
+        for (int p = 0; p < Parts; p++) s[r][p] = load_sums(sums + r * padded + first + p * kLanes);
     constexpr int kWords = ts::kTile / Format::kPair;
     for (int t = 0; t < n_tiles; t++)
-        for (int j = 0; j < kWords; j++) {
-            const uint32_t* row = values[t] + j * head_dim;
-            Many v[Parts];
-            for (int p = 0; p < Parts; p++) v[p] = load_many(row + p * kLanes);
-            for (int r = 0; r < Rows; r++)
-                for (int p = 0; p < Parts; p++)
-                    s[r][p] = Format::dot(s[r][p], weights[r * ts::kBlock + t * kWords + j], v[p]);
-        }
+        for (int j = 0; j < kWords; j++)
+            add_products<Format, Rows, Parts>(s, [&](int r) TS_INLINED {
+                return weights + r * ts::kBlock + (t * kWords + j) * Format::kFactorWords;
+            }, [&](int p) TS_INLINED { return Format::values(values[t], j, head_dim, first + p * kLanes); });
     for (int r = 0; r < Rows; r++)
-        for (int p = 0; p < Parts; p++) store_sums(sums + r * padded + p * kLanes, s[r][p]);
+        for (int p = 0; p < Parts; p++) store_sums(sums + r * padded + first + p * kLanes, s[r][p]);
 }
 
 template <typename Format, int Rows>
 void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
                           int64_t padded, float* sums) {
     constexpr int kVectors = vectors_of(Rows), kThree = kVectors > 2 ? 3 : 1, kTwo = kVectors > 1 ? 2 : 1;
-    const uint32_t* v[kTilesPerBlock];
     for (int64_t first = 0; first < padded; first += kVectors * kLanes) {
-        for (int t = 0; t < n_tiles; t++) v[t] = values[t] + first;
         const int64_t left = (padded - first) / kLanes;
-        const auto parts = [&](auto n) __attribute__((always_inline)) {
-            weighted_value_rows<Format, Rows, n()>(weights, v, n_tiles, head_dim, padded, sums + first);
+        const auto parts = [&](auto n) TS_INLINED {
+            weighted_value_rows<Format, Rows, n()>(weights, values, n_tiles, head_dim, padded, first, sums);
         };
         if (left >= kVectors) parts(Count<kVectors>{});
         else if (left == 3) parts(Count<kThree>{});
@@ -154,7 +251,7 @@ template <typename Format, int Rows>
 struct Score {
     TS_INLINE void run(int r, const uint32_t* q, int64_t words, const uint32_t* const* keys, int n_tiles,
                        float* scores) {
-        score_tiles<Format, Rows>(q + r * words, words, keys, n_tiles, scores + r * ts::kBlock);
+        score_tiles<Format, Rows>(q + r * words * Format::kFactorWords, words, keys, n_tiles, scores + r * ts::kBlock);
     }
 };
 template <typename Format, int Rows>
@@ -168,11 +265,11 @@ struct WeightedValues {
 // One thread's memory for one task.
 struct Scratch {
     int64_t n_rows, q_words, padded;
-    uint32_t* q;                                                       // (rows, q_words)
-    float* scores;                                                     // (rows, kBlock)
-    uint32_t* weights;                                                 // (rows, kBlock)
-    float* sums;                                                       // (rows, padded): of the span
-    float* total;                                                      // (rows, padded): of the spans before it
+    uint32_t* q;        // (rows, q_words, words that a pair's factors take)
+    float* scores;      // (rows, kBlock)
+    uint32_t* weights;  // (rows, kBlock)
+    float* sums;        // (rows, padded): of the span
+    float* total;       // (rows, padded): of the spans before it
     float *running_max, *denominator, *total_max, *total_denominator;  // (rows)
     float *turned, *query_sums;                                        // (head_dim), (rows): of prepare_queries
     uint32_t* key_tiles;    // (kTilesPerBlock, q_words, 16): tiles that had to be put together or widened
@@ -192,7 +289,7 @@ struct Scratch {
             at += round(words * 4, 64);
             return place;
         };
-        q = reinterpret_cast<uint32_t*>(take(n_rows * q_words));
+        q = reinterpret_cast<uint32_t*>(take(n_rows * q_words * Bf16Pairs::kFactorWords));
         scores = reinterpret_cast<float*>(take(n_rows * ts::kBlock));
         weights = reinterpret_cast<uint32_t*>(take(n_rows * ts::kBlock));
         sums = reinterpret_cast<float*>(take(n_rows * padded));
@@ -256,14 +353,12 @@ TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tile
         if (kv.type == ts::KvType::BF16) {
             const Words rounded = bf16_words(w);
             total += (Floats)(rounded << 16);  // the sum of what is multiplied, so that weights sum to 1
-            store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(rounded),
-                         kLanes);
+            store_weights(s.weights + r * ts::kBlock, t, rounded);
             continue;
         }
         total += w;
         w *= load(tiles.value_scales + t * ts::kTile);
-        store_halves(reinterpret_cast<uint16_t*>(s.weights + r * ts::kBlock) + t * ts::kTile, low_halves(bf16_words(w)),
-                     kLanes);
+        store_weights(s.weights + r * ts::kBlock, t, bf16_words(w));
     }
     s.denominator[r] = s.denominator[r] * correction + sum_of(total);
     s.running_max[r] = now;
@@ -278,6 +373,9 @@ template <typename Format>
 void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, Scratch& s) {
     const int64_t D = kv.head_dim, n_rows = static_cast<int64_t>(task.n_tokens) * task.group;
     prepare_queries(kv, task, scale, s.q, s.q_words, s.turned, s.query_sums);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (Format::kPair == 2) spread_factors(s.q, n_rows * s.q_words);
+#endif
     for (int64_t r = 0; r < n_rows; r++) s.total_max[r] = -__builtin_inff(), s.total_denominator[r] = 0.0f;
     std::memset(s.total, 0, static_cast<size_t>(n_rows * s.padded) * 4);
     Tiles<kTilesPerBlock> tiles;
@@ -297,12 +395,13 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
                 if (out < last_token) last_token = out;
             }
             if (first_token >= last_token) continue;
-            find_tiles(kv, head, task.pages, block, task.first_key, here, n_tiles, s.key_tiles, s.value_tiles, tiles);
+            find_tiles<Format::kOfCodes>(kv, head, task.pages, block, task.first_key, here, n_tiles, s.key_tiles,
+                                         s.value_tiles, tiles);
             if (task.n_tokens == 1) fetch_block(kv, head, task.pages, block + ts::kBlock, end);
             const int64_t first_row = first_token * task.group;
             const int rows = static_cast<int>(last_token * task.group - first_row);
-            by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words, s.q_words, tiles.keys, n_tiles,
-                                   s.scores + first_row * ts::kBlock);
+            by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words * Format::kFactorWords, s.q_words,
+                                   tiles.keys, n_tiles, s.scores + first_row * ts::kBlock);
             for (int64_t r = first_row; r < first_row + rows; r++) {
                 const int64_t last = task.first_position + r / task.group;
                 const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
@@ -332,8 +431,13 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
 void attend(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendTask& task, float scale, void* memory) {
     Scratch scratch;
     scratch.lay_out(kv, task.group, static_cast<uint8_t*>(memory));
-    if (kv.type == ts::KvType::F32) attend_as<SingleFloats>(kv, head, task, scale, scratch);
-    else attend_as<Bf16Pairs>(kv, head, task, scale, scratch);
+    if (kv.type == ts::KvType::F32) return attend_as<SingleFloats>(kv, head, task, scale, scratch);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (kv.type == ts::KvType::INT8) return attend_as<CodePairs>(kv, head, task, scale, scratch);
+    if (kv.type == ts::KvType::INT4 && FourBitCodes::reads(kv.head_dim, task.n_tokens * task.group))
+        return attend_as<FourBitCodes>(kv, head, task, scale, scratch);
+#endif
+    attend_as<Bf16Pairs>(kv, head, task, scale, scratch);
 }
 
 constexpr ts::Kernels with_attention(ts::Kernels k) {

@@ -98,8 +98,8 @@ void widen_value_tile(const uint8_t* codes, int64_t D, uint32_t* out) {
     }
 }
 
-// N tiles side by side: pointers into the cache where a tile's slots are together there, else copies. Scales and
-// middles are of a cache in codes.
+// N tiles side by side: pointers into the cache where a tile's slots are together there, else copies; of a cache in
+// codes bf16 words, or as it is for loops that read codes (kOfCodes). Scales and middles are of a cache in codes.
 template <int N>
 struct Tiles {
     const uint32_t* keys[N];
@@ -115,7 +115,7 @@ inline void read_range(const float* held, float& scale, float& middle) {
     middle = float_of_bf16(static_cast<uint16_t>(range >> 16));
 }
 
-template <int N>
+template <bool kOfCodes, int N>
 void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t least,
                 int64_t end, int n_tiles, uint32_t* key_copies, uint32_t* value_copies, Tiles<N>& tiles) {
     const int64_t D = kv.head_dim;
@@ -132,26 +132,27 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
             const int64_t slot = slot_of(kv, pages, position), tile = slot / ts::kTile;
             const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
             const uint8_t* v = head.values + tile * kv.value_tile_bytes;
+            tiles.keys[t] = reinterpret_cast<const uint32_t*>(k);
+            tiles.values[t] = reinterpret_cast<const uint32_t*>(v);
             if (four_bits) {
-                widen_key_tile(k, q_words, keys);
-                widen_value_tile(v, D, values);
                 const Words ranges = load_words(reinterpret_cast<const uint32_t*>(head.key_scales + slot));
                 store(tiles.key_scales + t * ts::kTile, (Floats)(ranges << 16));
                 store(tiles.key_middles + t * ts::kTile, (Floats)(ranges & 0xffff0000u));
                 std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
-                tiles.keys[t] = keys;
-                tiles.values[t] = values;
             } else if (codes) {
-                widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
-                widen(reinterpret_cast<const int8_t*>(v), value_words, values);
                 std::memcpy(tiles.key_scales + t * ts::kTile, head.key_scales + slot, ts::kTile * 4);
                 std::memcpy(tiles.value_scales + t * ts::kTile, head.value_scales + slot, ts::kTile * 4);
-                tiles.keys[t] = keys;
-                tiles.values[t] = values;
-            } else {
-                tiles.keys[t] = reinterpret_cast<const uint32_t*>(k);
-                tiles.values[t] = reinterpret_cast<const uint32_t*>(v);
             }
+            if (kOfCodes || !ts::in_codes(kv.type)) continue;
+            if (four_bits) {
+                widen_key_tile(k, q_words, keys);
+                widen_value_tile(v, D, values);
+            } else {
+                widen(reinterpret_cast<const int8_t*>(k), key_words, keys);
+                widen(reinterpret_cast<const int8_t*>(v), value_words, values);
+            }
+            tiles.keys[t] = keys;
+            tiles.values[t] = values;
             continue;
         }
         std::memset(keys, 0, static_cast<size_t>(key_words) * 4);
@@ -159,7 +160,7 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
         uint8_t* own_keys = reinterpret_cast<uint8_t*>(keys);
         uint8_t* own_values = reinterpret_cast<uint8_t*>(values);
         // Codes are put together in the second half of the memory that they are widened into, from its start.
-        if (codes) own_keys += key_words * 2, own_values += value_words * 2;
+        if (codes && !kOfCodes) own_keys += key_words * 2, own_values += value_words * 2;
         for (int lane = 0; lane < ts::kTile; lane++) {
             tiles.key_scales[t * ts::kTile + lane] = tiles.value_scales[t * ts::kTile + lane] = 1.0f;
             tiles.key_middles[t * ts::kTile + lane] = 0.0f;
@@ -168,17 +169,22 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
             const uint8_t* k = head.keys + slot / ts::kTile * kv.key_tile_bytes;
             const uint8_t* v = head.values + slot / ts::kTile * kv.value_tile_bytes;
             if (four_bits) {
+                read_range(head.key_scales + slot, tiles.key_scales[t * ts::kTile + lane],
+                           tiles.key_middles[t * ts::kTile + lane]);
+                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
+                const int64_t half = (D + 1) / 2;
+                if (kOfCodes) {
+                    for (int64_t d = 0; d < q_words; d++) own_keys[d * ts::kTile + lane] = k[d * ts::kTile + from];
+                    std::memcpy(own_values + lane * half, v + from * half, static_cast<size_t>(half));
+                    continue;
+                }
                 for (int64_t d = 0; d < q_words; d++) {
                     const uint32_t both = k[d * ts::kTile + from];
                     keys[d * ts::kTile + lane] = two_values(both | both << 12);
                 }
                 uint16_t* column = reinterpret_cast<uint16_t*>(values + lane / 2 * D) + lane % 2;
-                const int64_t half = (D + 1) / 2;
                 for (int64_t d = 0; d < D; d++)
                     column[2 * d] = kFourBitValues[d < half ? v[from * half + d] & 15 : v[from * half + d - half] >> 4];
-                read_range(head.key_scales + slot, tiles.key_scales[t * ts::kTile + lane],
-                           tiles.key_middles[t * ts::kTile + lane]);
-                tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
                 continue;
             }
             for (int64_t d = 0; d < q_words; d++)
@@ -192,7 +198,7 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
                 tiles.value_scales[t * ts::kTile + lane] = head.value_scales[slot];
             }
         }
-        if (codes) {
+        if (codes && !kOfCodes) {
             widen(reinterpret_cast<const int8_t*>(own_keys), key_words, keys);
             widen(reinterpret_cast<const int8_t*>(own_values), value_words, values);
         }

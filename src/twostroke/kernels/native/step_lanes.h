@@ -14,6 +14,7 @@
 #endif
 
 #define TS_INLINE static inline __attribute__((always_inline))
+#define TS_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace {
 
