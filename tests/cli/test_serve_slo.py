@@ -67,7 +67,8 @@ def test_what_is_given_by_hand_stays_be_it_the_default(model: Path, started: lis
     by_hand = ("--max-running", "128", "--token-budget", "200", "--kv-dtype", "bf16", "--kv-cache-gib", "0.25")
     assert run("serve", str(model), "--port", "0", "--mode", "latency", *by_hand, *LOAD) == 1
     (settings,) = started
-    assert settings == EngineSettings(max_running=128, token_budget=200, kv_dtype="bf16", kv_cache_bytes=2**28)
+    given = EngineSettings(max_running=128, token_budget=200, kv_dtype="bf16", kv_cache_bytes=2**28)
+    assert settings == replace(given, in_server=True)
 
 
 @pytest.mark.usefixtures("calibrated")

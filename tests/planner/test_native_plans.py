@@ -11,6 +11,7 @@ import pytest
 from formulas import evaluate
 from machines import W0, native, small_llama
 from small_models import FEATURES, SPECS, saved
+from twostroke.core.crossovers import Crossovers
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
@@ -286,12 +287,23 @@ def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
     assert plan_serving(anchor.spec, engine.shape, hardware).ttft_s == pytest.approx(0.123)
 
 
+def test_a_server_is_planned_on_one_thread_for_more_steps() -> None:
+    hardware = native(crossovers=Crossovers(alone_max_flop=0.0))
+    hardware = dataclasses.replace(hardware, native=dataclasses.replace(hardware.native_rates, n_threads=2))
+    server, alone = (
+        Native(small_llama(), ServingShape(prompt_tokens=16, in_server=in_server), hardware) for in_server in (True, False)
+    )
+    assert (server.on_all_threads(1), alone.on_all_threads(1)) == (False, True)
+    anchor = next(a for a in PREFILL_ANCHORS if a.rows == 16)
+    assert anchored(anchor, server.shape, hardware).on_all_threads(1)  # calibration runs engines without a server
+
+
 def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not() -> None:
     """2·L·K·D numbers a token that is not found in the cache, in pages of 4 KiB, of which each thread touches its own."""
     spec, shape = small_llama(), ServingShape(prompt_tokens=256, prefix_hit_share=0.5)
     hardware = native(process=Process(page_fault_s=2e-6))
     touched, plain = (plan_serving(spec, shape, one) for one in (hardware, native()))
-    threads = 1 if hardware.crossovers.takes_one_thread(0.0, 128 * row_flop(spec)) else hardware.native_rates.n_threads
+    threads = 1 if hardware.crossovers.takes_one_thread(0.0, 128 * row_flop(spec), True) else hardware.native_rates.n_threads
     new_s = 128 * kv_bytes_per_token(spec) / 4096 * 2e-6 / threads
     assert touched.ttft_s - plain.ttft_s == pytest.approx(new_s)
     assert touched.tpot_s == pytest.approx(plain.tpot_s)

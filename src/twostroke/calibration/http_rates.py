@@ -179,7 +179,7 @@ class _Served:
 
     def __init__(self, clock: Clock, place: Path, width: int, n_layers: int) -> None:
         self._clock, self._home, self._prompts = clock, place / "home", Prompts()
-        engines, spec = Engines(place), anchor_spec(width, n_layers, VOCABULARY, width // 128)
+        engines, spec = Engines(place, in_server=True), anchor_spec(width, n_layers, VOCABULARY, width // 128)
         self._engine, self._directory = engines.get(spec, SCHEME), engines.directory(spec)
         write_tokenizer(self._directory, VOCABULARY)
         self.prefill_s = prefill_step_s(clock, self._engine, self._prompts, PROMPT)

@@ -40,10 +40,10 @@ WARM_UP = 4
 
 class Engines:
     """Engines on random models, made when they are asked for and kept as long as this object. They choose by ``crossovers``;
-    None: by those of the stored profile."""
+    None: by those of the stored profile. ``in_server``: as a server's engine chooses."""
 
-    def __init__(self, folder: Path, crossovers: Crossovers | None = None) -> None:
-        self._folder, self._crossovers = folder, crossovers
+    def __init__(self, folder: Path, crossovers: Crossovers | None = None, in_server: bool = False) -> None:
+        self._folder, self._crossovers, self._in_server = folder, crossovers, in_server
         self._engines: dict[tuple[ModelSpec, str], EngineCore] = {}
 
     def get(self, spec: ModelSpec, scheme: str) -> EngineCore:
@@ -55,7 +55,8 @@ class Engines:
                 initialise(decoder, 0)
                 save_model(decoder, spec, directory, "bf16")
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
-            engine = EngineCore(directory, EngineSettings(dtype=scheme, kv_cache_bytes=n_bytes, max_step_ratio=OFF))
+            settings = EngineSettings(scheme, kv_cache_bytes=n_bytes, max_step_ratio=OFF, in_server=self._in_server)
+            engine = EngineCore(directory, settings)
             if self._crossovers is not None:
                 engine.plan = replace(engine.plan, crossovers=self._crossovers)
             self._engines[key] = engine

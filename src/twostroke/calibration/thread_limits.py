@@ -20,15 +20,18 @@ from twostroke.planner.work.flops import row_flop
 ROWS = (1, 2, 4, 8, 16, 32)
 ROUNDS = 3
 NO_FASTER = 1.4
-"""All threads count as no faster until they are by so much, because one leaves the other processors to HTTP and its clients.
-On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not 15,900. For
-the same reason the limit in FLOP is never below the default, half a millisecond of one thread with AVX-512; on two cores of a
-Zen 3, where that is 1.4 ms, 8 users got 6,200 tok/s on both and 8,800 on one."""
+"""In a server all threads count as no faster until they are by so much, because one leaves the other processors to HTTP and
+its clients. On two cores a 1.4M model's steps are 1.2 to 1.4 times as fast on both, but 8 users got 10,400 tok/s over HTTP, not
+15,900. For the same reason the limit in FLOP is never below the default, half a millisecond of one thread with AVX-512; on two
+cores of a Zen 3, where that is 1.4 ms, 8 users got 6,200 tok/s on both and 8,800 on one."""
+
+ALONE_NO_FASTER = 1.2
+"""The same of an engine that no server surrounds: a second core for less draws its power, and keeps it from others."""
 
 
 def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
-    """``crossovers`` with ``one_thread_max_flop`` from steps of two small models by their rows, and ``one_thread_max_bytes``
-    from steps of one row by the model. As they are on one thread."""
+    """``crossovers`` with the limits in FLOP from steps of two small models by their rows, and those in bytes from steps of one
+    row by the model. As they are on one thread."""
     n_threads = torch.get_num_threads()
     if n_threads == 1:
         return crossovers
@@ -38,16 +41,20 @@ def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
         by_bytes: dict[float, float] = {}
         for model in (SMALLEST, NARROW, WIDE):
             engine = engines.get(NativeAnchor("decode", *model, 1, CONTEXT).spec, "bf16")
-            engine.plan = replace(engine.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # as many as ``n_threads`` says
+            engine.plan = replace(engine.plan, crossovers=Crossovers(alone_max_flop=0.0))  # as many as ``n_threads`` says
             for rows in ROWS if model != WIDE else ROWS[:1]:
                 faster = _gain(clock, engine, prompts, rows, n_threads)
                 if model != WIDE:
                     by_flop[float(rows * row_flop(engine.spec))] = faster
                 if rows == 1:
                     by_bytes[float(engine.plan.step_bytes)] = faster
-    flop, n_bytes = last_no_faster(by_flop.items()), last_no_faster(by_bytes.items())
-    flop = max(flop, Crossovers().one_thread_max_flop)
-    return replace(crossovers, one_thread_max_flop=flop, one_thread_max_bytes=n_bytes)
+    return replace(
+        crossovers,
+        one_thread_max_flop=max(last_no_faster(by_flop.items(), NO_FASTER), Crossovers().one_thread_max_flop),
+        one_thread_max_bytes=last_no_faster(by_bytes.items(), NO_FASTER),
+        alone_max_flop=last_no_faster(by_flop.items(), ALONE_NO_FASTER),
+        alone_max_bytes=last_no_faster(by_bytes.items(), ALONE_NO_FASTER),
+    )
 
 
 def _gain(clock: Clock, engine: EngineCore, prompts: Prompts, rows: int, n_threads: int) -> float:
@@ -61,12 +68,12 @@ def _gain(clock: Clock, engine: EngineCore, prompts: Prompts, rows: int, n_threa
     return best[1] / best[n_threads]
 
 
-def last_no_faster(gains: Iterable[tuple[float, float]]) -> float:
-    """Between the last size before all threads are faster and the next, in the middle of their logarithms; the largest if they
-    never are, 0 if they always are. ``gains``: (size, how many times as fast)."""
+def last_no_faster(gains: Iterable[tuple[float, float]], no_faster: float) -> float:
+    """Between the last size before all threads are more than ``no_faster`` times as fast and the next, in the middle of their
+    logarithms; the largest if they never are, 0 if they always are. ``gains``: (size, how many times as fast)."""
     last = 0.0
     for size, gain in sorted(gains):
-        if gain > NO_FASTER:
+        if gain > no_faster:
             return math.sqrt(last * size)
         last = size
     return last

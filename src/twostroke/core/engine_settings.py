@@ -167,6 +167,7 @@ class EngineSettings:
         "Start only where log-probabilities are the same bits in any batch: needs the native library.", "--deterministic"
     )
     separate_prefixes: bool = False  # known prefixes are looked for among those of the same client only
+    in_server: bool = False  # HTTP and its clients want cores, so more steps take one thread
     replicas: int = 1  # engines like this one on this machine, which share its memory and one copy of the packed weights
 
     def __post_init__(self) -> None:

@@ -700,7 +700,7 @@ class EngineCore:
         settings name a number. ``Crossovers`` has the measurements of small steps; threads that share a processor with another
         program hold up all others at every barrier."""
         flop = step.n_tokens * self._meter.row_flop
-        small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop)
+        small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop, self.settings.in_server)
         return 1 if small and self.settings.n_threads is None else self._left
 
 

@@ -49,6 +49,7 @@ def serving_shape(directory: Path | str, spec: ModelSpec, settings: EngineSettin
         kv_cache_bytes=settings.kv_cache_bytes or 0,
         max_model_len=min(settings.max_model_len or spec.max_positions, spec.max_positions),
         max_step_ratio=settings.max_step_ratio,
+        in_server=settings.in_server,
         **{name: value for name, value in settings.changed().items() if name in ("token_budget", "max_running")},
         **request,
     )

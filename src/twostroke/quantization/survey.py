@@ -126,7 +126,7 @@ def _row(
     if machine is not None:
         prompt = min(PROMPT_TOKENS, spec.max_positions // 2)
         output = min(OUTPUT_TOKENS, spec.max_positions - prompt)
-        shape = ServingShape(scheme.name, prompt_tokens=prompt, output_tokens=output, in_int8=others)
+        shape = ServingShape(scheme.name, prompt_tokens=prompt, output_tokens=output, in_int8=others, in_server=False)
         try:
             plan = plan_serving(spec, shape, machine)
             decode, prefill = plan.decode_tok_per_s, plan.prefill_tok_per_s

@@ -86,6 +86,9 @@ class ServeSettings:
     prefill_at: tuple[str, ...] = ()  # sockets of engines of this server that compute prompts for the one that decodes
     pool: PoolSettings | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine", replace(self.engine, in_server=True))
+
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""
         return replace(self, directory=Path(weights)).launches()[number]()

@@ -359,7 +359,9 @@ class Native(Strategy):
         if rates.n_threads > 1 and threads_left(self.hardware, rates.n_threads) == 1:
             return True
         weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.others)
-        return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(weights, rows * row_flop(self.spec))
+        return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(
+            weights, rows * row_flop(self.spec), shape.in_server
+        )
 
     def products(self, phase: Phase) -> list[Work]:
         """What a phase's matrices take, and writing and reading the logits in fp32."""
@@ -468,6 +470,7 @@ def anchor_ratios(like: ServingShape, hardware: Hardware) -> Ratios:
 
 
 def anchored(anchor: NativeAnchor, like: ServingShape, hardware: Hardware) -> Native:
-    """The engine in the anchor's own shape."""
+    """The engine in the anchor's own shape, as calibration runs it."""
     batch, prompt = (1, anchor.rows) if anchor.phase == "prefill" else (anchor.rows, anchor.context)
-    return Native(anchor.spec, replace(like, prompt_tokens=prompt, output_tokens=1, batch=batch), hardware)
+    shape = replace(like, prompt_tokens=prompt, output_tokens=1, batch=batch, in_server=False)
+    return Native(anchor.spec, shape, hardware)

@@ -87,6 +87,7 @@ class ServingShape:
     in_int8: Annotated[tuple[str, ...], "matrices of an int4 directory that it holds in int8, each as layer.product"] = ()
     in_bf16: Annotated[tuple[str, ...], "matrices of a quantised directory that are held as plain numbers, so named"] = ()
     sampling: Annotated[tuple[str, ...], "what choosing tokens asks beyond the largest logit, as drawn"] = ()
+    in_server: Annotated[bool, "HTTP and its clients want cores beside our engine"] = True
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt_tokens", "output_tokens", "tensor", "pipeline", "expert", "answers"):
