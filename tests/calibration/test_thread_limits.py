@@ -25,4 +25,4 @@ LESS, MORE = NO_FASTER - 0.1, NO_FASTER + 0.1
 def test_the_limit_lies_between_the_last_size_without_a_gain_and_the_next(
     gains: list[tuple[float, float]], limit: float
 ) -> None:
-    assert last_no_faster(gains, NO_FASTER) == pytest.approx(limit)
+    assert last_no_faster(gains) == pytest.approx(limit)

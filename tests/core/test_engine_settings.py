@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from twostroke.server.launch import ServeSettings
 def test_the_engine_process_is_told_the_settings_as_they_are(settings: EngineSettings) -> None:
     assert engine_settings(settings.to_json()) == settings
     command = ServeSettings(Path("m"), settings, ("m",)).engine_command()
-    assert engine_settings(command[command.index("--settings") + 1]) == settings
+    assert engine_settings(command[command.index("--settings") + 1]) == replace(settings, in_server=True)
 
 
 def test_only_what_was_changed_is_told() -> None:

@@ -295,9 +295,11 @@ def test_more_steps_run_on_one_thread_in_a_server(
     llama: Path, monkeypatch: pytest.MonkeyPatch, in_server: bool, expected: int
 ) -> None:
     monkeypatch.setattr(core_module, "default_threads", lambda: 2)
+    monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n)
     core = engine(llama, n_threads=None, in_server=in_server)
-    core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(alone_max_flop=0.0))
-    core.add_request("a", [5], SamplingParams(max_tokens=1))
+    core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(one_thread_max_flop=0.0, server_row_flop=1e9))
+    core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
+    core.step()
     assert core.threads_for(core.scheduler.schedule(None)) == expected
 
 
@@ -311,7 +313,7 @@ def test_a_processor_that_another_program_takes_is_left_to_it(
     monkeypatch.setattr(core_module, "default_threads", lambda: 2)
     monkeypatch.setattr(OtherPrograms, "left", lambda self, n: n - 1)
     core = engine(llama, n_threads=n_threads)
-    core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(alone_max_flop=0.0))  # else small steps take one
+    core.plan = dataclasses.replace(core.plan, crossovers=Crossovers(one_thread_max_flop=0.0))  # else small steps take one
     core.add_request("a", [5], SamplingParams(max_tokens=3, ignore_eos=True))
     run(core)
     assert used == [expected] * 3

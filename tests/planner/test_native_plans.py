@@ -223,7 +223,7 @@ def test_a_small_step_is_planned_on_one_thread_as_the_engine_takes_it() -> None:
     base = native()
     rates = dataclasses.replace(base.native_rates, passes=passes, n_threads=2)
     machine = dataclasses.replace(base, native=rates)
-    few, many = (Native(small_llama(), ServingShape(scheme="bf16", batch=b), machine) for b in (1, 64))
+    few, many = (Native(small_llama(), ServingShape("bf16", b, in_server=False), machine) for b in (1, 64))
     assert {use.one_thread for use in few.uses("decode")} == {True}
     assert {use.one_thread for use in many.uses("decode")} == {False}
     assert few.units("decode")["barrier"] == 0 < many.units("decode")["barrier"]
@@ -288,14 +288,14 @@ def test_a_prompt_of_an_anchors_shape_takes_what_was_measured() -> None:
 
 
 def test_a_server_is_planned_on_one_thread_for_more_steps() -> None:
-    hardware = native(crossovers=Crossovers(alone_max_flop=0.0))
+    hardware = native(crossovers=Crossovers(one_thread_max_flop=0.0, server_row_flop=1e9))
     hardware = dataclasses.replace(hardware, native=dataclasses.replace(hardware.native_rates, n_threads=2))
     server, alone = (
         Native(small_llama(), ServingShape(prompt_tokens=16, in_server=in_server), hardware) for in_server in (True, False)
     )
-    assert (server.on_all_threads(1), alone.on_all_threads(1)) == (False, True)
+    assert (server.on_all_threads(1, 1), alone.on_all_threads(1, 1)) == (False, True)
     anchor = next(a for a in PREFILL_ANCHORS if a.rows == 16)
-    assert anchored(anchor, server.shape, hardware).on_all_threads(1)  # calibration runs engines without a server
+    assert anchored(anchor, server.shape, hardware).on_all_threads(1, 1)  # calibration runs engines without a server
 
 
 def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not() -> None:
@@ -303,7 +303,7 @@ def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not(
     spec, shape = small_llama(), ServingShape(prompt_tokens=256, prefix_hit_share=0.5)
     hardware = native(process=Process(page_fault_s=2e-6))
     touched, plain = (plan_serving(spec, shape, one) for one in (hardware, native()))
-    threads = 1 if hardware.crossovers.takes_one_thread(0.0, 128 * row_flop(spec), True) else hardware.native_rates.n_threads
+    threads = 1 if hardware.crossovers.takes_one_thread(0.0, 128 * row_flop(spec), 0) else hardware.native_rates.n_threads
     new_s = 128 * kv_bytes_per_token(spec) / 4096 * 2e-6 / threads
     assert touched.ttft_s - plain.ttft_s == pytest.approx(new_s)
     assert touched.tpot_s == pytest.approx(plain.tpot_s)

@@ -58,7 +58,7 @@ def test_a_machine_that_was_calibrated_beside_a_program_is_faster_without_it() -
 
 def test_the_engine_is_planned_on_the_threads_that_are_left() -> None:
     on_two = native(
-        crossovers=Crossovers(one_thread_max_flop=0.0),
+        crossovers=Crossovers(one_thread_max_flop=0.0, server_row_flop=0.0),
     )
     on_two = dataclasses.replace(on_two, native=NativeRates(128e6, n_threads=2))
     always_one = dataclasses.replace(on_two, crossovers=Crossovers(one_thread_max_flop=1e15, one_thread_max_bytes=1e15))

@@ -28,35 +28,33 @@ class Crossovers:
     Rounding the scores to bf16, as products do, costs no perplexity: stories260K, 13 thousand tokens, ratio to fp32 1.00035 so
     and 1.00038 in the flash kernel.
 
-    ``one_thread_max_flop``, ``one_thread_max_bytes``: a server's engine step below both runs on one thread, because waiting
-    for one another in a hundred small operations costs two threads what they gain, and far more where others use the cores, as
-    HTTP and its clients do. Step time on two cores, one against two threads, milliseconds (`twostroke calibrate` measures this
-    machine's)::
-
-        model, rows     6M, 1        6M, 4        6M, 16       6M, 32       12M, 1       135M, 1
-        quiet           1.28 1.25    1.98 1.98    2.43 1.82    3.83 1.78    2.10 2.39    13.9 13.0
-        others busy     1.17 1.84    1.85 2.66                              2.26 3.30
-
-    ``alone_max_flop``, ``alone_max_bytes``: the same of an engine that no server surrounds. Times as fast on two cores of a
-    Zen 3 (AVX2) as on one, bf16::
+    ``one_thread_max_flop``, ``one_thread_max_bytes``: an engine step below both runs on one thread, because waiting for one
+    another in a hundred small operations costs two threads what they gain. Times as fast on two cores of a Zen 3 (AVX2) as on
+    one, bf16 (`twostroke calibrate` measures this machine's)::
 
         model, rows     1M, 1    1M, 2    1M, 8    7M, 1    7M, 8    45M, 1    45M, 8
         MFLOP           1.2      2.5      10       11       85       67        538
                         1.08     1.34     1.54     1.39     1.76     1.45      1.86
+
+    ``server_row_flop``: in a server the limits are higher by so much for each request that decodes, because HTTP and its client
+    want a core for each token. Output tokens a second of users over HTTP on the same cores, one against two threads::
+
+        model           MFLOP a row    1 user         4              8              16
+        1.4M            2.4            3,430 2,850    6,700 5,400    7,980 6,690    8,990 7,970
+        8M              10.6           1,240 1,510    1,860 2,540    1,920 2,680    1,940 2,820
     """
 
     int8_weight_only_max_macs: float = 3e6
     flash_max_scores: float = 800.0
-    one_thread_max_flop: float = 1e8
+    one_thread_max_flop: float = 1e7
     one_thread_max_bytes: float = 8e7
-    alone_max_flop: float = 1e7
-    alone_max_bytes: float = 8e7
+    server_row_flop: float = 1e7
 
-    def takes_one_thread(self, weights_bytes: float, flop: float, in_server: bool) -> bool:
-        """Whether an engine step that reads ``weights_bytes`` and computes ``flop`` in its blocks runs on one thread."""
-        if in_server:
-            return weights_bytes <= self.one_thread_max_bytes and flop <= self.one_thread_max_flop
-        return weights_bytes <= self.alone_max_bytes and flop <= self.alone_max_flop
+    def takes_one_thread(self, weights_bytes: float, flop: float, n_served: float) -> bool:
+        """Whether an engine step that reads ``weights_bytes`` and computes ``flop`` in its blocks runs on one thread.
+        ``n_served``: requests that decode in it for clients of a server. A weight in bf16 is two bytes and two FLOP a row."""
+        more = n_served * self.server_row_flop
+        return weights_bytes <= self.one_thread_max_bytes + more and flop <= self.one_thread_max_flop + more
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

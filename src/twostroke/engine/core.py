@@ -700,7 +700,8 @@ class EngineCore:
         settings name a number. ``Crossovers`` has the measurements of small steps; threads that share a processor with another
         program hold up all others at every barrier."""
         flop = step.n_tokens * self._meter.row_flop
-        small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop, self.settings.in_server)
+        n_served = step.n_decodes if self.settings.in_server else 0
+        small = self.plan.crossovers.takes_one_thread(self._meter.weights_bytes, flop, n_served)
         return 1 if small and self.settings.n_threads is None else self._left
 
 

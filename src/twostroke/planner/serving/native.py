@@ -229,7 +229,7 @@ class Native(Strategy):
             return self._alone(decoding, context).decode_s()
         new, spec = sum(chunk.new for chunk in chunks), self.spec
         rows = decoding + new
-        threads = self._threads(rows)
+        threads = self._threads(rows, decoding)
         units = {
             "step": 1.0,
             "layer": float(spec.n_layers),
@@ -244,7 +244,7 @@ class Native(Strategy):
         adapters_s = total_seconds(
             adapter_works(spec, self.shape, self.hardware, decoding + len(chunks), rows, self._working_set("prefill"))
         )
-        products_s = self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks))
+        products_s = self._products_s(rows, decoding + sum(chunk.samples for chunk in chunks), decoding)
         seconds = ratio * (products_s + adapters_s + sum(priced.values()))
         if not decoding:
             return seconds
@@ -267,17 +267,18 @@ class Native(Strategy):
     def _elements_of_a_row(self) -> float:
         return self.spec.n_layers * sum(elements_of(self.spec, 1).values())
 
-    def _products_s(self, rows: int, sampled: int) -> float:
+    def _products_s(self, rows: int, sampled: int, decoding: int) -> float:
         """Seconds of the products of a step with prompts, the logits of ``sampled`` rows with them. Kept: a load has few
         different steps."""
-        found = self._products.get((rows, sampled))
+        found = self._products.get((rows, sampled, decoding))
         if found is None:
-            works = self._products_of(self._uses_of_step(rows, min(rows, sampled)), self._working_set("prefill"))
-            found = self._products[rows, sampled] = total_seconds(works)
+            uses = self._uses_of_step(rows, min(rows, sampled), decoding)
+            found = total_seconds(self._products_of(uses, self._working_set("prefill")))
+            self._products[rows, sampled, decoding] = found
         return found
 
     @cached_property
-    def _products(self) -> dict[tuple[int, int], float]:
+    def _products(self) -> dict[tuple[int, int, int], float]:
         return {}
 
     def added_s(self, prefill_s: float, step_s: float, batch: int | None = None) -> float:
@@ -328,7 +329,7 @@ class Native(Strategy):
                 "element": layers * sum(sum(elements_of(spec, count).values()) / threads for _, count, threads in parts),
                 "attention": sum(attention_flop(spec, start, count) / threads for start, count, threads in parts),
             }
-        threads = self._threads(batch)
+        threads = self._threads(batch, batch)
         cached = self.cached
         keys = 2.0 * batch * layers * _keys(spec, shape) * cached.n_kv_heads * cached.head_dim / threads
         wide = kv_bytes_per_token(cached, shape.cache_dtype) / kv_bytes_per_token(cached)  # of the bf16 that is priced
@@ -344,24 +345,24 @@ class Native(Strategy):
             "far_key": keys * wide * far_share(self._working_set("decode"), self.hardware),
         }
 
-    def on_all_threads(self, rows: int) -> bool:
-        return not self._takes_one_thread(rows)
+    def on_all_threads(self, rows: int, decoding: int) -> bool:
+        return not self._takes_one_thread(rows, decoding)
 
-    def _threads(self, rows: int) -> int:
-        """Threads that a step of ``rows`` tokens runs on, as the engine chooses them."""
+    def _threads(self, rows: int, decoding: int = 0) -> int:
+        """Threads that a step of ``rows`` tokens, of ``decoding`` requests that decode and of prompts, runs on, as the engine
+        chooses them."""
         all_threads = self.hardware.native_rates.n_threads
-        return 1 if self._takes_one_thread(rows) else threads_left(self.hardware, all_threads)
+        return 1 if self._takes_one_thread(rows, decoding) else threads_left(self.hardware, all_threads)
 
-    def _takes_one_thread(self, rows: int) -> bool:
+    def _takes_one_thread(self, rows: int, decoding: int) -> bool:
         """Whether it is so few that one thread computes it, or other programs leave no more, on a machine whose single thread
         was measured."""
         rates, shape = self.hardware.native_rates, self.shape
         if rates.n_threads > 1 and threads_left(self.hardware, rates.n_threads) == 1:
             return True
         weights = native_read_bytes(self.spec, shape.scheme, shape.head, shape.others)
-        return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(
-            weights, rows * row_flop(self.spec), shape.in_server
-        )
+        served = decoding if shape.in_server else 0
+        return rates.n_threads > 1 and self.hardware.crossovers.takes_one_thread(weights, rows * row_flop(self.spec), served)
 
     def products(self, phase: Phase) -> list[Work]:
         """What a phase's matrices take, and writing and reading the logits in fp32."""
@@ -377,16 +378,16 @@ class Native(Strategy):
         """The matrices of a decode step, or of a prompt in as many steps as the token budget makes of it. Only the prompt's
         last token is sampled from."""
         if phase == "decode":
-            return self._uses_of_step(self.shape.batch, self.shape.batch)
+            return self._uses_of_step(self.shape.batch, self.shape.batch, self.shape.batch)
         parts, found = chunks(self.shape), Counter[Use]()
         for i, (_, count) in enumerate(parts):
             for use in self._uses_of_step(count, 1 if i == len(parts) - 1 else 0):
                 found[use] += 1
         return [use._replace(times=use.times * n) for use, n in found.items()]
 
-    def _uses_of_step(self, rows: int, last_rows: int) -> list[Use]:
+    def _uses_of_step(self, rows: int, last_rows: int, decoding: int = 0) -> list[Use]:
         """After the last layer's attention only ``last_rows`` rows go on, and through the head."""
-        spec, shape, alone = self.spec, self.shape, self._takes_one_thread(rows)
+        spec, shape, alone = self.spec, self.shape, self._takes_one_thread(rows, decoding)
         found, how = [], scheme_of(shape.scheme)
         others = Counter((name, scheme_of(held).native_product) for name, held in shape.others)
         kinds = dict.fromkeys(own for _, own in others)

@@ -125,8 +125,9 @@ class Strategy(ABC):
 
     # -- threads
 
-    def on_all_threads(self, rows: int) -> bool:
-        """Whether a step of ``rows`` tokens runs on every processor, so that nothing runs beside it undisturbed."""
+    def on_all_threads(self, rows: int, decoding: int) -> bool:
+        """Whether a step of ``rows`` tokens, of ``decoding`` requests that decode and of prompts, runs on every processor, so
+        that nothing runs beside it undisturbed."""
         return True
 
     # -- start

@@ -110,7 +110,7 @@ class Server:
 
         plan = self.plan
         prompt = plan.shape.prompt_tokens
-        front = http_front_end(plan.hardware, prompt, self.shares_processors(prompt)) if self.http else None
+        front = http_front_end(plan.hardware, prompt, self.shares_processors(prompt, 0)) if self.http else None
         window = plan.spec.window_of_every_layer
         found = simulate(workload, self.policy, seconds, plan.pages, window=window, front=front, pace=self._pace())
         if self.http:
@@ -129,7 +129,7 @@ class Server:
 
     def sharing_s(self, decoding: int) -> float:
         """What HTTP takes of a step's own processors, if it runs on all of them and requests decode in it."""
-        if not decoding or not self.shares_processors(decoding):
+        if not decoding or not self.shares_processors(decoding, decoding):
             return 0.0
         return step_sharing_s(self.plan.hardware, decoding, self.plan.shape.output_tokens)
 
