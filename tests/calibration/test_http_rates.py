@@ -15,7 +15,7 @@ from twostroke.calibration.http_rates import (
     PROMPT,
     REQUESTS,
     SHORT_OUTPUT,
-    _handling_s,
+    _front_end,
     _late_shares,
     _Load,
     _sharing,
@@ -29,7 +29,7 @@ from twostroke.planner.serving.workload import Workload
 REQUEST_S, PREFILL_S, STEP = 2e-3, 0.2e-3, (60e-6, 20e-6)
 
 
-def first_token_s(handling_s: float) -> float:
+def first_token_s(front: FrontEnd) -> float:
     """The median of the load with which calibration asks."""
     users = Workload.closed(MANY_USERS, REQUESTS, PROMPT, OUTPUT, turnaround_s=0.0)
     found = simulate(
@@ -37,20 +37,27 @@ def first_token_s(handling_s: float) -> float:
         policy_of("twostroke"),
         lambda n, _, chunks: len(chunks) * PREFILL_S + (STEP[0] + n * STEP[1] if n else 0.0),
         REQUESTS * OUTPUT,
-        front=FrontEnd(handling_s, REQUEST_S - handling_s),
+        front=front,
     )
     return found.ttft_s.median
 
 
-@pytest.mark.parametrize("handling_s", [1.0e-3, 1.5e-3])
-def test_first_tokens_are_as_late_with_what_was_found(handling_s: float) -> None:
-    late_s = first_token_s(handling_s)
-    assert first_token_s(_handling_s(late_s, REQUEST_S, PREFILL_S, STEP)) == pytest.approx(late_s, rel=0.02)
+@pytest.mark.parametrize(
+    "front", [FrontEnd(1e-3, 1e-3), FrontEnd(1.5e-3, 0.5e-3), FrontEnd(2e-3, 0.0, 10e-6), FrontEnd(2e-3, 0.0, 25e-6)]
+)
+def test_first_tokens_are_as_late_with_what_was_found(front: FrontEnd) -> None:
+    late_s = first_token_s(front)
+    found = _front_end(late_s, REQUEST_S, PREFILL_S, STEP)
+    assert first_token_s(found) == pytest.approx(late_s, rel=0.02)
+    assert found.handling_s + found.delay_s == pytest.approx(REQUEST_S)
+    assert (found.token_s > 0) == (front.token_s > 0)
 
 
 def test_first_tokens_as_early_as_a_single_user_s_wait_for_nobody() -> None:
-    assert _handling_s(2.2e-3, REQUEST_S, PREFILL_S, STEP) < 0.3e-3
-    assert _handling_s(1.0, REQUEST_S, PREFILL_S, STEP) == pytest.approx(2e-3, rel=1e-2)
+    assert _front_end(2.2e-3, REQUEST_S, PREFILL_S, STEP).handling_s < 0.3e-3
+    latest = _front_end(1.0, REQUEST_S, PREFILL_S, STEP)
+    assert latest.handling_s == REQUEST_S
+    assert MANY_USERS * latest.token_s < STEP[0] + MANY_USERS * STEP[1]  # tokens leave faster than they come
 
 
 LOADS = ((FEW_USERS, OUTPUT), (CROWD, OUTPUT), (CROWD, SHORT_OUTPUT))
@@ -83,4 +90,4 @@ def test_a_load_whose_tokens_came_all_at_once_says_nothing_of_late_ones() -> Non
     at_once = replace(paced, tpot_s=0.0, itl_p90_s=0.0)
     assert _late_shares([paced, at_once, paced]) == pytest.approx((0.5, 0.0, 2.0))
     assert _late_shares([at_once]) == (0.0, 0.0, 0.0)
-    assert _handling_s(5e-3, REQUEST_S, PREFILL_S, (0.0, 0.0)) > 0.0
+    assert _front_end(5e-3, REQUEST_S, PREFILL_S, (0.0, 0.0)).token_s == 0.0

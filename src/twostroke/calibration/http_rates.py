@@ -34,6 +34,8 @@ log = logging.getLogger("twostroke.calibration")
 FEW_USERS, MANY_USERS = 1, 4
 PROMPT, OUTPUT, REQUESTS, ROUNDS = 32, 48, 48, 3
 HALVINGS = 12
+BUSIEST = 0.9
+"""Most of a step in which the front end may be taken to hand on its tokens."""
 
 TINY, WIDER, VOCABULARY = (128, 1), (256, 8), 8192
 """(width, layers) of the model whose steps run on one thread and of the one whose steps run on all."""
@@ -80,13 +82,13 @@ class _Load:
 
 
 def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
-    """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS`` requests
-    less the engine's own time, in ``rounds`` loads. The engine's steps are those that the server counted in the same load,
-    because a machine's speed may change before another. Handling a request takes what makes first tokens at the larger number
-    of users as late in a simulation of the load as they were. Steps on all threads share their processors with HTTP: a wider
-    model's steps are compared with the same steps without it, of one user, of a crowd, and of a crowd whose answers are short,
-    and its first tokens with those of the smaller one. A longer prompt shows what each token adds. None if the server
-    cannot run here."""
+    """HTTP's share of the first token, and of the time between tokens at two numbers of users: medians of ``REQUESTS``
+    requests less the engine's own time, in ``rounds`` loads. The engine's steps are those that the server counted in the
+    same load, because a machine's speed may change before another. Handling a request, and a token, takes what makes first
+    tokens at the larger number of users as late in a simulation of the load as they were. Steps on all threads share their
+    processors with HTTP: a wider model's steps are compared with the same steps without it, of one user, of a crowd, and of
+    a crowd whose answers are short, and its first tokens with those of the smaller one. A longer prompt shows what each
+    token adds. None if the server cannot run here."""
     with tempfile.TemporaryDirectory(prefix="twostroke-http-") as folder:
         place = Path(folder)
         tiny, wider = (_Served(clock, place, *size) for size in (TINY, WIDER))
@@ -110,7 +112,7 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
     prompt_token_s = min(max(0.0, more_s / (LONG_PROMPT - PROMPT)), request_s / PROMPT)
     prompt_s = PROMPT * prompt_token_s
     first_s = median(one.ttft_s - one.alone_prefill_s for one in beside[0])
-    handling_s = _handling_s(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s)
+    front = _front_end(median(one.ttft_s for one in many), request_s, prefill_s, tpot_s)
     found = [median(one.decode_step_s - one.alone_s for one in rounds) for rounds in beside]
     sharing = _sharing(*found, most_s=request_s)
     return HttpRates(
@@ -118,7 +120,8 @@ def measure_http(clock: Clock, rounds: int = ROUNDS) -> HttpRates | None:
         max(0.0, step_s),
         max(0.0, answer_s),
         start_s=median(one.startup_s for one in (*few, *many)),
-        handling_s=max(0.0, handling_s - prompt_s),
+        handling_s=max(0.0, front.handling_s - prompt_s),
+        token_s=front.token_s,
         idle_s=max(0.0, median(one.prefill_s for one in (*few, *many)) - prefill_s),
         shared_answer_s=sharing.answer_s,
         shared_step_s=sharing.step_s,
@@ -158,20 +161,28 @@ def _sharing(alone_s: float, crowd_s: float, short_s: float, *, most_s: float) -
     return _Sharing(step_s, max(0.0, crowd_s - step_s) / CROWD, request_s)
 
 
-def _handling_s(ttft_s: float, request_s: float, prefill_s: float, step: tuple[float, float]) -> float:
-    """The part of ``request_s`` in which a request holds up others, so that ``MANY_USERS`` wait ``ttft_s`` (median) for a first
-    token. ``step``: seconds of a decode step, and more for each request in it."""
+def _front_end(ttft_s: float, request_s: float, prefill_s: float, step: tuple[float, float]) -> FrontEnd:
+    """One in which ``MANY_USERS`` wait ``ttft_s`` (median) for a first token, as they were found to. If all of ``request_s``
+    would make them wait longer, only a part of it holds up others; if not, their tokens do, too. ``step``: seconds of a decode
+    step, and more for each request in it."""
 
     def seconds(decoding: int, context: float, chunks: Sequence[Chunk]) -> float:
         return len(chunks) * prefill_s + (step[0] + decoding * step[1] if decoding else 0.0)
 
+    def waited_s(front: FrontEnd) -> float:
+        found = simulate(users, policy_of("twostroke"), seconds, REQUESTS * OUTPUT, front=front)
+        return found.ttft_s.median
+
     users = Workload.closed(MANY_USERS, REQUESTS, PROMPT, OUTPUT, turnaround_s=0.0)
-    least, most = 0.0, request_s
+    whole = FrontEnd(request_s, 0.0)
+    is_part = waited_s(whole) > ttft_s
+    least, most = 0.0, request_s if is_part else BUSIEST * seconds(MANY_USERS, 0.0, ()) / MANY_USERS
+    found = whole
     for _ in range(HALVINGS):
         middle = (least + most) / 2
-        found = simulate(users, policy_of("twostroke"), seconds, REQUESTS * OUTPUT, front=FrontEnd(middle, request_s - middle))
-        least, most = (least, middle) if found.ttft_s.median > ttft_s else (middle, most)
-    return (least + most) / 2
+        found = FrontEnd(middle, request_s - middle) if is_part else whole._replace(token_s=middle)
+        least, most = (least, middle) if waited_s(found) > ttft_s else (middle, most)
+    return found
 
 
 class _Served:

@@ -24,8 +24,8 @@ NO_FASTER = 1.2
 
 HTTP_TOKEN_S = 8e-5
 """Of a core, what a server and its client take for a token. 16 users of a model whose steps leave them a core got 9,000 tok/s
-on a Zen 3, 8 users 15,900 on a processor with AVX-512: 110 and 63 µs. Where all threads save less than that for each request, one
-leaves the other processors to HTTP. ``Crossovers`` has what users got."""
+on a Zen 3, 8 users 15,900 on a processor with AVX-512: 110 and 63 µs. Where all threads save less than that for each request,
+one leaves the other processors to HTTP. ``Crossovers`` has what users got."""
 
 SERVED = (NARROW, 8)
 """The model and the number of requests whose steps tell what all threads save."""

@@ -280,7 +280,8 @@ class HttpRates:
     before. A server of a tiny model is ready ``start_s`` after its command; None: not measured. A step on all threads takes
     longer itself, because HTTP runs on its processors: ``shared_step_s``, ``shared_answer_s`` for each answer in it, and
     ``shared_request_s`` for each request that is handled meanwhile. A first token comes ``shared_first_s`` later if its prompt
-    is computed on all threads. At 90, 95 and 99% of the gaps a token comes later than most by ``late_shares`` of a step."""
+    is computed on all threads. At 90, 95 and 99% of the gaps a token comes later than most by ``late_shares`` of a step. Each
+    token takes ``token_s`` of what handles requests, so that those of many users hold up requests and one another."""
 
     request_s: float
     step_s: float
@@ -294,6 +295,7 @@ class HttpRates:
     prompt_token_s: float = 0.0
     shared_first_s: float = 0.0
     late_shares: tuple[float, ...] = (0.0, 0.0, 0.0)
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True)

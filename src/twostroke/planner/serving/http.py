@@ -11,11 +11,12 @@ from twostroke.planner.hardware.device import Hardware
 
 
 class FrontEnd(NamedTuple):
-    """A process before the engine that handles one request after another, ``handling_s`` each. A request comes to the engine
-    ``delay_s`` later. Tokens wait meanwhile."""
+    """A process before the engine that handles one request after another, ``handling_s`` each, and hands on one token after
+    another, ``token_s`` each. A request comes to the engine ``delay_s`` later."""
 
     handling_s: float
     delay_s: float
+    token_s: float = 0.0
 
 
 def http_front_end(hardware: Hardware, prompt_tokens: float = 0, on_all_threads: bool = False) -> FrontEnd | None:
@@ -25,7 +26,8 @@ def http_front_end(hardware: Hardware, prompt_tokens: float = 0, on_all_threads:
         return None
     tokens_s = prompt_tokens * rates.prompt_token_s
     later_s = rates.shared_first_s if on_all_threads else 0.0
-    return FrontEnd(min(rates.handling_s, rates.request_s) + tokens_s, max(0.0, rates.request_s - rates.handling_s) + later_s)
+    later_s += max(0.0, rates.request_s - rates.handling_s)
+    return FrontEnd(min(rates.handling_s, rates.request_s) + tokens_s, later_s, rates.token_s)
 
 
 def idle_s(hardware: Hardware) -> float:

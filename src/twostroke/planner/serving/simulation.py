@@ -386,7 +386,9 @@ class _Run:
         sums.tokens += n + sum(chunk.samples for chunk in chunks)
         sums.steps += 1
         self._receive()
-        self.sent_s = max(self.front_free_s, self.now)
+        self.front_free_s = max(self.front_free_s, self.now)
+        self.front_free_s += (n + sum(chunk.samples for chunk in chunks)) * self.front.token_s
+        self.sent_s = self.front_free_s
         if n:
             gaps, older = self.times.itl, self.n_decoding
             for at_s, count in self.fresh.items():
