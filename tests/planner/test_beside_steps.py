@@ -61,7 +61,7 @@ def test_a_request_asks_for_what_its_parameters_say(params: SamplingParams, kind
 
 def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
     hardware = native(http=HttpRates(3e-3, 1e-4, 1e-5, handling_s=1e-3))
-    assert http_front_end(hardware) == pytest.approx((1e-3, 2e-3))
+    assert http_front_end(hardware) == pytest.approx((1e-3, 2e-3, 0.0))
     assert step_beside_http_s(hardware, 4) == pytest.approx(1.4e-4)
     assert http_front_end(native()) is None
     assert step_beside_http_s(native(), 4) == 0.0
@@ -69,8 +69,8 @@ def test_http_adds_to_a_request_once_and_to_a_step_by_its_answers() -> None:
 
 def test_a_long_prompt_is_handled_longer_and_all_threads_delay_its_first_token() -> None:
     hardware = native(http=HttpRates(3e-3, 0.0, 0.0, handling_s=1e-3, prompt_token_s=4e-6, shared_first_s=5e-4))
-    assert http_front_end(hardware, 500) == pytest.approx((3e-3, 2e-3))
-    assert http_front_end(hardware, 500, on_all_threads=True) == pytest.approx((3e-3, 2.5e-3))
+    assert http_front_end(hardware, 500) == pytest.approx((3e-3, 2e-3, 0.0))
+    assert http_front_end(hardware, 500, on_all_threads=True) == pytest.approx((3e-3, 2.5e-3, 0.0))
 
 
 def test_http_takes_of_a_step_on_all_threads_by_step_answer_and_others_requests() -> None:
@@ -91,7 +91,7 @@ def test_a_batch_that_comes_at_once_waits_once_for_what_a_pause_left() -> None:
 
 
 def test_handling_a_request_takes_no_longer_than_all_of_what_comes_before_a_first_token() -> None:
-    assert http_front_end(native(http=HttpRates(1e-3, 0.0, 0.0, handling_s=4e-3))) == pytest.approx((1e-3, 0.0))
+    assert http_front_end(native(http=HttpRates(1e-3, 0.0, 0.0, handling_s=4e-3))) == pytest.approx((1e-3, 0.0, 0.0))
 
 
 def test_a_first_answer_takes_longer_and_a_long_one_no_more_than_a_short_one() -> None:

@@ -11,21 +11,25 @@ import torch
 from twostroke.calibration.serving_steps import Engines, Prompts, decode_step_s, prefill_step_s
 from twostroke.calibration.timing import Clock
 from twostroke.core.profile import MachineProfile
-from twostroke.core.rates import NativeStep, StepPrices
+from twostroke.core.rates import CachePrice, NativeStep, StepPrices
 from twostroke.core.schemes import NATIVE_STEPS
 from twostroke.engine.core import EngineCore
-from twostroke.planner.hardware.anchors import ANCHORS, UNITS, NativeAnchor
+from twostroke.planner.hardware.anchors import ANCHORS, CACHE_ANCHORS, UNITS, NativeAnchor
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import hardware_from_profile
 from twostroke.planner.serving.native import anchored
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import total_seconds
 
+PLAIN = "bf16"
+"""Of weights and of the cache, where nothing else is said."""
+
 
 def measure_native_steps(clock: Clock, engines: Engines, prompts: Prompts) -> Iterator[NativeStep]:
-    """Seconds of each anchor of ``planner.hardware.anchors`` in each of ``NATIVE_STEPS``."""
-    for scheme, anchor in itertools.product(NATIVE_STEPS, itertools.chain(*ANCHORS.values())):
-        yield anchor.taking(scheme, _seconds(clock, engines.get(anchor.spec, scheme), prompts, anchor))
+    """Seconds of each anchor of ``planner.hardware.anchors`` in each of ``NATIVE_STEPS``, and of those over other caches."""
+    cached = ((PLAIN, anchor) for anchor in CACHE_ANCHORS)
+    for scheme, anchor in (*itertools.product(NATIVE_STEPS, itertools.chain(*ANCHORS.values())), *cached):
+        yield anchor.taking(scheme, _seconds(clock, engines.get(anchor.spec, scheme, anchor.cache), prompts, anchor))
 
 
 def _seconds(clock: Clock, engine: EngineCore, prompts: Prompts, anchor: NativeAnchor) -> float:
@@ -57,7 +61,24 @@ def with_fitted_prices(profile: MachineProfile) -> MachineProfile:
         return profile
     tried = [replace(profile.native, crowding=crowding) for crowding in (CROWDINGS if profile.native.passes else (1.0,))]
     fitted = [_priced(replace(profile, native=rates)) for rates in tried]
-    return min(fitted, key=lambda found: found[0])[1]
+    return _with_priced_caches(min(fitted, key=lambda found: found[0])[1])
+
+
+def _with_priced_caches(profile: MachineProfile) -> MachineProfile:
+    """``profile``, whose units are priced, with what attention over each type of cache takes more: what is left of a step over
+    it when the plan's error of the same step over bf16 is taken off."""
+    rates, found = profile.native, list[CachePrice]()
+    assert rates is not None
+    hardware, like = hardware_from_profile(replace(profile, native=replace(rates, caches=()))), ServingShape(scheme=PLAIN)
+    for anchor in CACHE_ANCHORS:
+        steps = [(one, one.measured_s(rates, PLAIN)) for one in (anchor, replace(anchor, cache=PLAIN))]
+        engines = [anchored(one, like, hardware) for one, _ in steps]
+        planned_s, plain_s = (total_seconds(engine.as_planned(anchor.phase)) for engine in engines)
+        measured_s, measured_plain_s = (seconds for _, seconds in steps)
+        if measured_s is not None and measured_plain_s is not None:
+            more_s = measured_s * plain_s / measured_plain_s - planned_s
+            found.append(CachePrice(anchor.phase, anchor.cache, more_s / engines[0].units(anchor.phase)["cached"]))
+    return replace(profile, native=replace(rates, caches=tuple(found)))
 
 
 def _priced(profile: MachineProfile) -> tuple[float, MachineProfile]:

@@ -44,10 +44,10 @@ class Engines:
 
     def __init__(self, folder: Path, crossovers: Crossovers | None = None, in_server: bool = False) -> None:
         self._folder, self._crossovers, self._in_server = folder, crossovers, in_server
-        self._engines: dict[tuple[ModelSpec, str], EngineCore] = {}
+        self._engines: dict[tuple[ModelSpec, str, str], EngineCore] = {}
 
-    def get(self, spec: ModelSpec, scheme: str) -> EngineCore:
-        key = (spec, scheme)
+    def get(self, spec: ModelSpec, scheme: str, cache: str = "auto") -> EngineCore:
+        key = (spec, scheme, cache)
         if key not in self._engines:
             directory = self.directory(spec)
             if not directory.is_dir():
@@ -56,7 +56,7 @@ class Engines:
                 save_model(decoder, spec, directory, "bf16")
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
             settings = EngineSettings(scheme, kv_cache_bytes=n_bytes, max_step_ratio=OFF, in_server=self._in_server)
-            engine = EngineCore(directory, settings)
+            engine = EngineCore(directory, replace(settings, kv_dtype=cache))
             if self._crossovers is not None:
                 engine.plan = replace(engine.plan, crossovers=self._crossovers)
             self._engines[key] = engine

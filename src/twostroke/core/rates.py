@@ -169,6 +169,7 @@ class NativeStep:
     seconds: float
     sharing: int = 2
     vocabulary: int = 8192
+    cache: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,16 @@ class StepPrices:
     key_s: float = 0.0
     far_key_s: float = 0.0
     logit_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CachePrice:
+    """Seconds that attention over a cache of ``dtype`` takes more than over one in bf16: of a FLOP in a prompt, of a number
+    that is walked in a decode step, beside what more or fewer bytes from memory take. Negative where it is faster."""
+
+    phase: Phase
+    dtype: str
+    more_s: float
 
 
 @dataclass(frozen=True)
@@ -212,6 +223,7 @@ class NativeRates:
     working_set_bytes: float
     steps: tuple[NativeStep, ...] = ()
     prices: tuple[StepPrices, ...] = ()
+    caches: tuple[CachePrice, ...] = ()
     passes: tuple[NativePass, ...] = ()
     n_threads: int = 1
     crowding: float = 1.0

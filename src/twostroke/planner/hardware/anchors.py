@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import letter
@@ -137,6 +137,7 @@ class NativeAnchor:
     context: int = 0
     sharing: int = 2  # query heads that read one key head
     vocabulary: int = 2 * VOCABULARY
+    cache: str = "bf16"
 
     @property
     def spec(self) -> ModelSpec:
@@ -146,7 +147,7 @@ class NativeAnchor:
     def taking(self, scheme: str, seconds: float) -> NativeStep:
         """Its row in a profile."""
         shape = self.phase, self.width, self.n_layers, self.rows, self.context
-        return NativeStep(*shape, family_of(scheme), seconds, self.sharing, self.vocabulary)
+        return NativeStep(*shape, family_of(scheme), seconds, self.sharing, self.vocabulary, self.cache)
 
     def measured_s(self, rates: NativeRates, scheme: str) -> float | None:
         """Its seconds in a profile; None where it was not measured."""
@@ -174,6 +175,13 @@ DECODE_ANCHORS = (
     # And what of a row is looking for its token among the vocabulary?
     *(NativeAnchor("decode", *SMALLEST, n, CONTEXT, vocabulary=2048) for n in (1, 8)),
 )
+
+CACHE_ANCHORS = tuple(
+    replace(anchor, cache=cache)
+    for cache in ("fp32", "int8", "int4")
+    for anchor in (NativeAnchor("prefill", *NARROW, 1536), NativeAnchor("decode", *NARROW, 8, LONG_CONTEXT))
+)
+"""Anchors over caches of other types, of a model in bf16: what the type alone changes."""
 
 ANCHORS: dict[Phase, tuple[NativeAnchor, ...]] = {"prefill": PREFILL_ANCHORS, "decode": DECODE_ANCHORS}
 

@@ -235,11 +235,14 @@ class Native(Strategy):
             "layer": float(spec.n_layers),
             "barrier": float(spec.n_layers if threads > 1 else 0),
             "element": rows * self._elements_of_a_row / threads,
-            "attention": sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks) / threads,
         }
+        units["attention"] = sum(attention_flop(spec, chunk.before, chunk.new) for chunk in chunks) / threads
+        units["cached"] = units["attention"]
         priced = {unit: count * self._price("prefill", unit) for unit, count in units.items()}
         read = sum(chunk.before + chunk.new for chunk in chunks) * kv_bytes_per_token(self.cached, self.shape.cache_dtype)
-        priced["attention"] = max(priced["attention"], read / self.hardware.bandwidth(self._working_set("prefill")))
+        priced["attention"] = max(
+            priced["attention"] + priced.pop("cached"), read / self.hardware.bandwidth(self._working_set("prefill"))
+        )
         ratio = self._prefill_ratio(new)
         adapters_s = total_seconds(
             adapter_works(spec, self.shape, self.hardware, decoding + len(chunks), rows, self._working_set("prefill"))
@@ -250,7 +253,7 @@ class Native(Strategy):
             return seconds
         alone = self._alone(decoding, context)
         units = alone.units("decode")
-        names = ("row", "logit", "attention", "key", "far_key")
+        names = ("row", "logit", "attention", "key", "far_key", "cached")
         rows_s, logits_s, *walking = (units[unit] * self._price("decode", unit) for unit in names)
         reading_s = alone._cache_bytes() / self.hardware.bandwidth(alone._working_set("decode"))
         return seconds + learned_factor(self.hardware, "decode") * (rows_s + logits_s + max(sum(walking), reading_s))
@@ -317,17 +320,20 @@ class Native(Strategy):
     def units(self, phase: Phase) -> dict[str, float]:
         """What a phase has beside its products: steps, layers, elements, and of a prompt FLOP of attention. A decode step has
         a row a request, whose token is looked for among the logits and handed on, FLOP of attention, and numbers of keys and
-        values that are walked: a key head is read once for all its query heads. Numbers from memory count by their bytes."""
+        values that are walked: a key head is read once for all its query heads. Numbers from memory count by their bytes.
+        ``cached`` is what a cache of another type than bf16 takes more for."""
         spec, shape = self.spec, self.shape
         layers, batch = spec.n_layers, shape.batch
         if phase == "prefill":
             parts = [(start, count, self._threads(count)) for start, count in chunks(shape)]
+            attention = sum(attention_flop(spec, start, count) / threads for start, count, threads in parts)
             return {
                 "step": len(parts),
                 "layer": len(parts) * layers,
                 "barrier": layers * sum(threads > 1 for _, _, threads in parts),
                 "element": layers * sum(sum(elements_of(spec, count).values()) / threads for _, count, threads in parts),
-                "attention": sum(attention_flop(spec, start, count) / threads for start, count, threads in parts),
+                "attention": attention,
+                "cached": attention,
             }
         threads = self._threads(batch, batch)
         cached = self.cached
@@ -342,6 +348,7 @@ class Native(Strategy):
             "element": layers * sum(elements_of(spec, batch).values()) / threads,
             "attention": batch * attention_flop(spec, shape.context, 1) / threads,
             "key": keys,
+            "cached": keys,
             "far_key": keys * wide * far_share(self._working_set("decode"), self.hardware),
         }
 
@@ -441,8 +448,8 @@ class Native(Strategy):
             for component, count in shares.items()
         ]
         reading_s = kv_bytes / self.hardware.bandwidth(self._working_set(phase))
-        attention_s = seconds("attention") + seconds("key") + seconds("far_key")
-        source = "attention: visible pairs or keys at their price, or reading"
+        attention_s = largest(0.0, seconds("attention") + seconds("key") + seconds("far_key") + seconds("cached"))
+        source = "attention: visible pairs or keys at their price, and what the cache's type adds, or reading"
         walking_s = around("walking", largest(attention_s, reading_s), source)
         works.append(Work("attention", flop, kv_bytes, attention_s, reading_s, 0.0, walking_s))
         sampling_s = around(
@@ -455,6 +462,9 @@ class Native(Strategy):
 
     def _price(self, phase: Phase, unit: str) -> float:
         """Seconds of one of ``unit``, as fitted to whole steps (0 where the fit found none)."""
+        if unit == "cached":
+            mine = (phase, self.shape.cache_dtype)
+            return next((row.more_s for row in self.hardware.native_rates.caches if (row.phase, row.dtype) == mine), 0.0)
         found = next((row for row in self.hardware.native_rates.prices if row.phase == phase), None)
         return 0.0 if found is None else float(getattr(found, f"{unit}_s"))
 
@@ -473,5 +483,5 @@ def anchor_ratios(like: ServingShape, hardware: Hardware) -> Ratios:
 def anchored(anchor: NativeAnchor, like: ServingShape, hardware: Hardware) -> Native:
     """The engine in the anchor's own shape, as calibration runs it."""
     batch, prompt = (1, anchor.rows) if anchor.phase == "prefill" else (anchor.rows, anchor.context)
-    shape = replace(like, prompt_tokens=prompt, output_tokens=1, batch=batch, in_server=False)
+    shape = replace(like, prompt_tokens=prompt, output_tokens=1, batch=batch, in_server=False, kv_dtype=anchor.cache)
     return Native(anchor.spec, shape, hardware)
