@@ -17,7 +17,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import block_matrices
 from twostroke.core.policy import logits_bytes
 from twostroke.core.profile import BandwidthPoint, MatmulPoint
-from twostroke.core.rates import NativePass, Process, StepPrices
+from twostroke.core.rates import CachePrice, NativePass, Process, StepPrices
 from twostroke.core.schemes import NATIVE
 from twostroke.core.spec import ModelSpec, MoeSpec
 from twostroke.engine.core import EngineCore
@@ -296,6 +296,24 @@ def test_a_server_is_planned_on_one_thread_for_more_steps() -> None:
     assert (server.on_all_threads(1, 1), alone.on_all_threads(1, 1)) == (False, True)
     anchor = next(a for a in PREFILL_ANCHORS if a.rows == 16)
     assert anchored(anchor, server.shape, hardware).on_all_threads(1, 1)  # calibration runs engines without a server
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_a_cache_in_codes_costs_what_calibration_found_it_to(dtype: str) -> None:
+    prices = tuple(StepPrices(phase, attention_s=1e-9) for phase in ("prefill", "decode"))
+    plain = native(prices=prices)
+    caches = CachePrice("decode", "int8", 2e-11), CachePrice("prefill", "int8", 3e-12)
+    dear = dataclasses.replace(plain, native=dataclasses.replace(plain.native_rates, caches=caches))
+    shape = ServingShape(prompt_tokens=400, output_tokens=200, batch=3, kv_dtype=dtype)
+    one, other = (Native(small_llama(), shape, hardware) for hardware in (plain, dear))
+    more = {
+        phase: one.units(phase)["cached"] * price.more_s for phase, price in zip(("decode", "prefill"), caches, strict=True)
+    }
+    is_dear = dtype == "int8"
+    assert other.tpot_s() - one.tpot_s() == pytest.approx(is_dear * more["decode"], abs=1e-12)
+    assert total_seconds(other.prefill()) - total_seconds(one.prefill()) == pytest.approx(is_dear * more["prefill"], abs=1e-12)
+    steps = [engine.step_seconds(3, 500.0, [Chunk(0, 400, 1)]) for engine in (one, other)]
+    assert steps[1] - steps[0] == pytest.approx(is_dear * sum(more.values()), rel=0.01, abs=1e-12)
 
 
 def test_a_prompt_touches_new_pages_of_the_cache_and_a_step_under_load_does_not() -> None:

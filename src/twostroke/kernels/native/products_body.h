@@ -133,6 +133,13 @@ struct Bf16 {
         TS_EACH(r, R)
             TS_EACH(t, T) sum[r][t] = zero_floats();
         for_k_rows<T>(to, n_k_rows, panel_bytes, [&](int64_t s, const Ahead& ahead) __attribute__((always_inline)) {
+            if constexpr (RegisterBlocking::half_by_half(R)) {
+                I32x16 a[R];
+                TS_EACH(r, R) a[r] = broadcast_word(x[r] + s * 2);
+                TS_EACH(t, T)
+                    add_bf16_panel(sum, t, fetch_words(weights + t * panel_bytes + s * kKRowBytes, ahead, t), a);
+                return;
+            }
             I32x16 w[T];
             TS_EACH(t, T) w[t] = fetch_words(weights + t * panel_bytes + s * kKRowBytes, ahead, t);
             TS_EACH(r, R) {

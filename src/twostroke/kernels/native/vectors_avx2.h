@@ -17,6 +17,7 @@ struct I32x16 {
 struct RegisterBlocking {
     static constexpr int kMaxRows = 4;
     static constexpr int panels_of(int r) { return r == 1 ? 4 : r == 2 ? 2 : 1; }  // two of 16 registers a panel
+    static constexpr bool half_by_half(int r) { return r == 2 || r == 3; }  // of bf16, whose floats take four registers
 };
 struct Int4Blocking : RegisterBlocking {
     static constexpr int panels_at_once(int) { return 1; }  // there is no room for the nibbles of several
@@ -204,6 +205,12 @@ TS_INLINE void add_bf16_products(__m256& sum, __m256i w, __m256i a) {
 TS_INLINE void add_bf16_products(F32x16& sum, I32x16 w, I32x16 a) {
     add_bf16_products(sum.low, w.low, a.low);
     add_bf16_products(sum.high, w.high, a.high);
+}
+// Panel t for all rows, one half after the other: the floats of both would leave a sum of two rows in memory.
+template <int R, int T>
+TS_INLINE void add_bf16_panel(F32x16 (&sum)[R][T], int t, I32x16 w, const I32x16 (&a)[R]) {
+    for (int r = 0; r < R; r++) add_bf16_products(sum[r][t].low, w.low, a[r].low);
+    for (int r = 0; r < R; r++) add_bf16_products(sum[r][t].high, w.high, a[r].high);
 }
 
 }  // namespace
