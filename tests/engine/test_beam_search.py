@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,14 @@ def test_adapters_search_as_the_merged_model(tmp_path: Path) -> None:
     assert all(adapter.n_users == 0 for adapter in llm.engine.adapters.known.values())
 
 
-@pytest.mark.parametrize("stop", [("e",), ("or", "t "), ("zzzz",)])
-def test_a_stop_string_ends_a_beam_where_it_ends_its_text(talker: Path, stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("n_stops", [0, 1, 2])
+def test_a_stop_string_ends_a_beam_where_it_ends_its_text(talker: Path, n_stops: int) -> None:
+    """Stops are what is said most often without any: the model was trained on another text in each release of Python."""
     llm, tokenizer = make(talker), load_tokenizer(talker)
-    params = SamplingParams(temperature=0.0, max_tokens=10, use_beam_search=True, n=3, stop=stop, early_stopping=True)
     prompt = tokenizer.encode("def add_argument(self").ids
+    said = "".join(map(tokenizer.decode, searched_plainly(talker, prompt, 3, 10, ("zzzz",))))
+    stop = tuple(letter for letter, _ in Counter(filter(str.isascii, said)).most_common(n_stops)) or ("zzzz",)
+    params = SamplingParams(temperature=0.0, max_tokens=10, use_beam_search=True, n=3, stop=stop, early_stopping=True)
     (output,) = llm.generate([prompt], params)
     assert [a.token_ids for a in output.outputs] == searched_plainly(talker, prompt, 3, 10, stop)
     for answer in output.outputs:
@@ -160,7 +164,7 @@ def test_a_stop_string_ends_a_beam_where_it_ends_its_text(talker: Path, stop: tu
         assert ended == any(s in tokenizer.decode(answer.token_ids) for s in stop)
         assert not any(s in answer.text for s in stop)
         assert ended or len(answer.token_ids) == 10
-    assert (stop == ("zzzz",)) == all(a.finish_reason == "length" for a in output.outputs)
+    assert (not n_stops) == all(a.finish_reason == "length" for a in output.outputs)
 
 
 def searched_plainly(directory: Path, prompt: list[int], width: int, longest: int, stop: tuple[str, ...]) -> list[list[int]]:

@@ -32,7 +32,7 @@ class Crossovers:
     another in a hundred small operations costs two threads what they gain. Times as fast on two cores of a Zen 3 (AVX2) as on
     one, bf16 (`twostroke calibrate` measures this machine's)::
 
-        model, rows     1M, 1    1M, 2    1M, 8    7M, 1    7M, 8    45M, 1    45M, 8
+        model, rows     1.8M, 1  1.8M, 2  1.8M, 8  8M, 1    8M, 8    45M, 1    45M, 8
         MFLOP           1.2      2.5      10       11       85       67        538
                         1.08     1.34     1.54     1.39     1.76     1.45      1.86
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import letter
 from twostroke.core.rates import NativeRates, NativeStep, Phase
-from twostroke.core.schemes import NATIVE_STEPS, scheme_of
+from twostroke.core.schemes import CACHE_TYPES, NATIVE_STEPS, scheme_of
 from twostroke.core.spec import ModelSpec
 
 
@@ -178,7 +178,8 @@ DECODE_ANCHORS = (
 
 CACHE_ANCHORS = tuple(
     replace(anchor, cache=cache)
-    for cache in ("fp32", "int8", "int4")
+    for cache in CACHE_TYPES
+    if cache != NativeAnchor.cache
     for anchor in (NativeAnchor("prefill", *NARROW, 1536), NativeAnchor("decode", *NARROW, 8, LONG_CONTEXT))
 )
 """Anchors over caches of other types, of a model in bf16: what the type alone changes."""
