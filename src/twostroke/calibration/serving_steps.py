@@ -55,8 +55,10 @@ class Engines:
                 initialise(decoder, 0)
                 save_model(decoder, spec, directory, "bf16")
             n_bytes = 2 * spec.n_layers * spec.d_model * int(scheme_of(scheme).kept_bytes) * CACHE_TOKENS
-            settings = EngineSettings(scheme, kv_cache_bytes=n_bytes, max_step_ratio=OFF, in_server=self._in_server)
-            engine = EngineCore(directory, replace(settings, kv_dtype=cache))
+            settings = EngineSettings(
+                dtype=scheme, kv_dtype=cache, kv_cache_bytes=n_bytes, max_step_ratio=OFF, in_server=self._in_server
+            )
+            engine = EngineCore(directory, settings)
             if self._crossovers is not None:
                 engine.plan = replace(engine.plan, crossovers=self._crossovers)
             self._engines[key] = engine

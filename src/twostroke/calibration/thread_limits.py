@@ -30,6 +30,9 @@ one leaves the other processors to HTTP. ``Crossovers`` has what users got."""
 SERVED = (NARROW, 8)
 """The model and the number of requests whose steps tell what all threads save."""
 
+MOST_ROW_FLOP = 1e9
+"""``server_row_flop`` where all threads save nothing."""
+
 
 def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
     """``crossovers`` with ``one_thread_max_flop`` from steps of two small models by their rows, ``one_thread_max_bytes`` from
@@ -53,17 +56,13 @@ def measure_thread_limits(clock: Clock, crossovers: Crossovers) -> Crossovers:
                 if rows == 1:
                     by_bytes[float(engine.plan.step_bytes)] = one_s / all_s
                 if (model, rows) == SERVED:
-                    saved_s = max(0.0, one_s - all_s) / flop
+                    saved_s = (one_s - all_s) / flop
     return replace(
         crossovers,
         one_thread_max_flop=last_no_faster(by_flop.items()),
         one_thread_max_bytes=last_no_faster(by_bytes.items()),
-        server_row_flop=min(MOST_ROW_FLOP, HTTP_TOKEN_S / saved_s) if saved_s else MOST_ROW_FLOP,
+        server_row_flop=HTTP_TOKEN_S / max(saved_s, HTTP_TOKEN_S / MOST_ROW_FLOP),
     )
-
-
-MOST_ROW_FLOP = 1e9
-"""``server_row_flop`` where all threads save nothing."""
 
 
 def _steps(clock: Clock, engine: EngineCore, prompts: Prompts, rows: int, n_threads: int) -> tuple[float, float]:

@@ -379,16 +379,14 @@ class _Run:
             return
         seconds = self.step_seconds(n, tokens / n if n else 0.0, chunks)
         self._wait(seconds)
-        sums = self.sums
+        sums, n_tokens = self.sums, n + sum(chunk.samples for chunk in chunks)
         sums.busy_s += seconds
         sums.decoding_s += n * seconds
         sums.prompts_s += seconds if chunks else 0.0
-        sums.tokens += n + sum(chunk.samples for chunk in chunks)
+        sums.tokens += n_tokens
         sums.steps += 1
         self._receive()
-        self.front_free_s = max(self.front_free_s, self.now)
-        self.front_free_s += (n + sum(chunk.samples for chunk in chunks)) * self.front.token_s
-        self.sent_s = self.front_free_s
+        self.sent_s = self.front_free_s = max(self.front_free_s, self.now) + n_tokens * self.front.token_s
         if n:
             gaps, older = self.times.itl, self.n_decoding
             for at_s, count in self.fresh.items():
