@@ -1,6 +1,6 @@
-"""Writes ``planner/truth/intervals.toml`` from the residuals of a run: the widths that predictions carry from then on.
+"""Writes ``planner/truth/intervals.toml`` from the residuals of runs: the widths that predictions carry from then on.
 
-    python benchmarks/planner/engines/fit_intervals.py RUN/raw.jsonl --source "benchmarks/planner/engines, 2026-11-21"
+    python benchmarks/planner/engines/fit_intervals.py RUN/raw.jsonl ... --source "benchmarks/planner/engines, 2026-11-21"
 
 A coverage that is quoted must be of a later run.
 """
@@ -8,6 +8,7 @@ A coverage that is quoted must be of a later run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,16 +104,17 @@ def pairs_of_run(raw: Path) -> list[Pair]:
             over_http = record["phase"] == "http"
             name = "prefill_s" if name == "ttft_s" and not over_http else name
             phase = "train" if record["phase"] == "train" else "serve"
-            found.append(Pair(name, predicted["value"], measured, "measured", phase, run=record["name"]))
+            found.append(Pair(name, predicted["value"], measured, "measured", phase, run=f"{raw}: {record['name']}"))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("raw", type=Path)
+    parser.add_argument("raw", type=Path, nargs="+")
     parser.add_argument("--source", required=True)
     arguments = parser.parse_args()
-    FILE.write_text(fit_intervals(pairs_of_run(arguments.raw), arguments.source), encoding="utf-8")
+    pairs = itertools.chain.from_iterable(map(pairs_of_run, arguments.raw))
+    FILE.write_text(fit_intervals(pairs, arguments.source), encoding="utf-8")
 
 
 if __name__ == "__main__":

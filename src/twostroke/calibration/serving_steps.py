@@ -76,11 +76,11 @@ class Prompts:
         self._generator = torch.Generator().manual_seed(0)
         self._n = 0
 
-    def add(self, engine: EngineCore, n_tokens: int, n_output: int) -> str:
+    def add(self, engine: EngineCore, n_tokens: int, n_output: int, temperature: float = 0.0) -> str:
         self._n += 1
         tokens = torch.randint(0, engine.spec.vocab_size, (n_tokens,), generator=self._generator).tolist()
         name = f"anchor-{self._n}"
-        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0.0))
+        engine.add_request(name, tokens, SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=temperature))
         return name
 
 
@@ -113,11 +113,14 @@ def _group(step_s: float, most: int) -> int:
     return max(1, min(most, int(LONGEST_GROUP_S / max(step_s, 1e-9))))
 
 
-def decode_step_s(clock: Clock, engine: EngineCore, prompts: Prompts, batch: int, context: int) -> float:
-    """One step of ``batch`` requests that each have about ``context`` tokens before them, which is the mean over the steps."""
+def decode_step_s(
+    clock: Clock, engine: EngineCore, prompts: Prompts, batch: int, context: int, temperature: float = 0.0
+) -> float:
+    """One step of ``batch`` requests that each have about ``context`` tokens before them, which is the mean over the steps.
+    Above a ``temperature`` of 0 their tokens are drawn."""
     n_steps = max(FEWEST_DECODED, DECODED * 4 // max(4, batch))
     before = max(1, context - WARM_UP - n_steps // 2)
-    names = [prompts.add(engine, before, WARM_UP + n_steps + 16) for _ in range(batch)]
+    names = [prompts.add(engine, before, WARM_UP + n_steps + 16, temperature) for _ in range(batch)]
     started: set[str] = set()
     while len(started) < batch:
         started |= {event.request_id for event in engine.step()}

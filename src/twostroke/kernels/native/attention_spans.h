@@ -34,12 +34,11 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
                 from = turned;
             }
             Floats sum = all(0.0f);
-            for (int64_t d = 0; d < D; d += kLanes) {
-                const int left = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
-                const Words rounded = bf16_words(load_some(from + d, left) * all(factor));
+            each_vector(D, [&](int64_t d, int lanes) TS_INLINED {
+                const Words rounded = bf16_words(load_some(from + d, lanes) * all(factor));
                 sum += (Floats)(rounded << 16);
-                store_halves(halves + d, low_halves(rounded), left);
-            }
+                store_halves(halves + d, low_halves(rounded), lanes);
+            });
             if (kv.type == ts::KvType::INT4) query_sums[i * task.group + g] = sum_of(sum);
             if (D % 2) halves[D] = 0;
         }
@@ -52,10 +51,9 @@ TS_INLINE void merge_span(float* total, float& total_max, float& total_denominat
     const float now = running_max > total_max ? running_max : total_max;
     const Floats a = exp2_of(all(total_max > -__builtin_inff() ? total_max - now : -200.0f)),
                  b = exp2_of(all(running_max - now));
-    for (int64_t d = 0; d < n; d += kLanes) {
-        const int left = n - d < kLanes ? static_cast<int>(n - d) : kLanes;
-        store_some(total + d, fma(load_some(total + d, left), a, load_some(sums + d, left) * b), left);
-    }
+    each_vector(n, [&](int64_t d, int lanes) TS_INLINED {
+        store_some(total + d, fma(load_some(total + d, lanes), a, load_some(sums + d, lanes) * b), lanes);
+    });
     total_denominator = total_denominator * a[0] + denominator * b[0];
     total_max = now;
 }
@@ -67,10 +65,8 @@ TS_INLINE void divide_by_denominator(const ts::KvLayout& kv, const ts::AttendTas
     if (task.sinks != nullptr) denominator += exp2_of(all(task.sinks[r % task.group] * kLog2e - running_max))[0];
     float* out = task.out + r / task.group * task.out_stride + r % task.group * head_dim;
     const Floats factor = all(1.0f / denominator);
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-        const int left = head_dim - d < kLanes ? static_cast<int>(head_dim - d) : kLanes;
-        store_some(out + d, load_some(total + d, left) * factor, left);
-    }
+    each_vector(head_dim, [&](int64_t d, int lanes)
+                              TS_INLINED { store_some(out + d, load_some(total + d, lanes) * factor, lanes); });
     if (kv.type == ts::KvType::INT4) hadamard(out, head_dim);
 }
 

@@ -43,24 +43,21 @@ TS_INLINE float sum_of_squares(const float* x, float mean, int64_t n) {
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
     const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, 0.0f, n) / static_cast<float>(n) + eps);
     const Floats factors = all(factor);
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        store_some(y + i, load_some(x + i, left) * factors * load_some(weight + i, left), left);
-    }
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED {
+        store_some(y + i, load_some(x + i, lanes) * factors * load_some(weight + i, lanes), lanes);
+    });
 }
 
 void layer_norm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
     Floats total = all(0.0f);
-    for (int64_t i = 0; i < n; i += kLanes)
-        total += load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes);
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED { total += load_some(x + i, lanes); });
     const float mean = sum_of(total) / static_cast<float>(n);
     const float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, mean, n) / static_cast<float>(n) + eps);
     const Floats factors = all(factor), offset = all(mean);
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        const Floats normal = (load_some(x + i, left) - offset) * factors;
-        store_some(y + i, fma(normal, load_some(weight + i, left), load_some(bias + i, left)), left);
-    }
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED {
+        const Floats normal = (load_some(x + i, lanes) - offset) * factors;
+        store_some(y + i, fma(normal, load_some(weight + i, lanes), load_some(bias + i, lanes)), lanes);
+    });
 }
 
 TS_INLINE Floats swapped_pairs(Floats v) {
@@ -89,8 +86,8 @@ void rope(float* head, const float* cosines, const float* sines, int64_t head_di
 
 TS_INLINE float largest_magnitude(const float* x, int64_t n) {
     Floats highest = all(0.0f);
-    for (int64_t i = 0; i < n; i += kLanes)
-        highest = greater(highest, magnitude(load_some(x + i, n - i < kLanes ? static_cast<int>(n - i) : kLanes)));
+    each_vector(
+        n, [&](int64_t i, int lanes) TS_INLINED { highest = greater(highest, magnitude(load_some(x + i, lanes))); });
     return max_of(highest);
 }
 
@@ -116,22 +113,21 @@ TS_INLINE void scatter(const ts::KvHead& place, const float* key, const float* v
     };
     Pair* k = reinterpret_cast<Pair*>(place.keys) + lane;
     Number* v = reinterpret_cast<Number*>(place.values) + (lane / 2) * 2 * D + lane % 2;
-    for (int64_t d = 0; d < D; d += kLanes) {
-        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+    each_vector(D, [&](int64_t d, int n) TS_INLINED {
         alignas(64) Number keys[kLanes], values[kLanes];
         convert(load_some(key + d, n), load_some(value + d, n), keys, values);
         for (int i = 0; i < n; i += 2) k[(d + i) / 2 * ts::kTile] = Pair{keys[i], keys[i + 1]};
         for (int i = 0; i < n; i++) v[2 * (d + i)] = values[i];
-    }
+    });
 }
 
 // Whether a head's numbers are finite as the cache holds them: bf16 rounds what is larger than its largest to infinity.
 TS_INLINE bool stays_finite(const ts::KvLayout& kv, const float* x) {
     Floats odd = all(0.0f);  // 0, or NaN once a number is not finite
-    for (int64_t i = 0; i < kv.head_dim; i += kLanes) {
-        const Floats v = load_some(x + i, kv.head_dim - i < kLanes ? static_cast<int>(kv.head_dim - i) : kLanes);
+    each_vector(kv.head_dim, [&](int64_t i, int lanes) TS_INLINED {
+        const Floats v = load_some(x + i, lanes);
         odd += (kv.type == ts::KvType::BF16 ? (Floats)(bf16_words(v) << 16) : v) * 0.0f;
-    }
+    });
     return sum_of(odd) == 0.0f;
 }
 
@@ -169,32 +165,29 @@ void write_four_bits(const ts::KvHead& head, const ts::KvHead& place, const floa
                      int64_t lane, int64_t slot, int64_t D) {
     const int64_t half = (D + 1) / 2;
     Floats lowest = all(key[0]), highest = lowest;
-    for (int64_t d = 0; d < D; d += kLanes) {
-        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+    each_vector(D, [&](int64_t d, int n) TS_INLINED {
         const Floats v = lane_numbers() < n ? load_some(key + d, n) : all(key[0]);
         highest = greater(highest, v);
         lowest = -greater(-lowest, -v);
-    }
+    });
     const float low = -max_of(-lowest), high = max_of(highest);
     const uint16_t scale = bf16_of(high / 15.0f - low / 15.0f), middle = bf16_of(0.5f * high + 0.5f * low);
     const float key_scale = float_of_bf16(scale), largest = largest_magnitude(value, D);
     const float value_scale = (largest > ts::kSmallestMaximum ? largest : ts::kSmallestMaximum) / 7.5f;
     const Floats per_key = all(key_scale > ts::kSmallestMaximum ? 1.0f / key_scale : 0.0f),
                  per_value = all(1.0f / value_scale), middles = all(float_of_bf16(middle));
-    for (int64_t d = 0; d < D; d += kLanes) {
-        const int n = D - d < kLanes ? static_cast<int>(D - d) : kLanes;
+    each_vector(D, [&](int64_t d, int n) TS_INLINED {
         const Ints codes = four_bit_codes((load_some(key + d, n) - middles) * per_key);
         for (int i = 0; i < n; i += 2)  // behind an odd D any code: queries have a zero there
             place.keys[(d + i) / 2 * ts::kTile + lane] = static_cast<uint8_t>(codes[i] | codes[i + 1] << 4);
-    }
-    for (int64_t d = 0; d < half; d += kLanes) {
-        const int n = half - d < kLanes ? static_cast<int>(half - d) : kLanes;
+    });
+    each_vector(half, [&](int64_t d, int n) TS_INLINED {
         const int upper = D - half - d < n ? static_cast<int>(D - half - d) : n;
         const Ints low_codes = four_bit_codes(load_some(value + d, n) * per_value),
                    high_codes = four_bit_codes(load_some(value + half + d, upper) * per_value);
         const LooseBytes both = __builtin_convertvector(low_codes | high_codes << 4, LooseBytes);
         std::memcpy(place.values + lane * half + d, &both, static_cast<size_t>(n));
-    }
+    });
     const uint32_t range = static_cast<uint32_t>(middle) << 16 | scale;
     std::memcpy(head.key_scales + slot, &range, 4);
     head.value_scales[slot] = value_scale;
@@ -257,42 +250,37 @@ TS_INLINE Floats gelu(Floats x) {
 
 template <typename Function>
 TS_INLINE void activate_by(const float* gate, const float* up, int64_t n, float* y, Function function) {
-    int64_t i = 0;
-    if (up != nullptr)
-        for (; i + kLanes <= n; i += kLanes) store(y + i, function(load(gate + i)) * load(up + i));
-    for (; i < n; i += kLanes) {
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        Floats v = function(load_some(gate + i, left));
-        if (up != nullptr) v *= load_some(up + i, left);
-        store_some(y + i, v, left);
-    }
+    if (up == nullptr)
+        return each_vector(n, [&](int64_t i, int lanes)
+                                  TS_INLINED { store_some(y + i, function(load_some(gate + i, lanes)), lanes); });
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED {
+        store_some(y + i, function(load_some(gate + i, lanes)) * load_some(up + i, lanes), lanes);
+    });
 }
 
 // min(g, 7)·σ(1.702·g)·(1 + u) of a gate g and an up u within ±7 (gpt-oss).
 void clamped_swish(const float* gate, const float* up, int64_t n, float* y) {
     const Floats limit = all(7.0f);
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        const Floats g = -greater(-load_some(gate + i, left), -limit);
-        const Floats u = -greater(-greater(load_some(up + i, left), -limit), -limit);
-        store_some(y + i, quotient(g, all(1.0f) + exp_of(g * all(-1.702f))) * (u + all(1.0f)), left);
-    }
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED {
+        const Floats g = -greater(-load_some(gate + i, lanes), -limit);
+        const Floats u = -greater(-greater(load_some(up + i, lanes), -limit), -limit);
+        store_some(y + i, quotient(g, all(1.0f) + exp_of(g * all(-1.702f))) * (u + all(1.0f)), lanes);
+    });
 }
 
 void activate(ts::Activation activation, const float* gate, const float* up, int64_t n, float* y) {
     switch (activation) {
-        case ts::Activation::Silu: return activate_by(gate, up, n, y, [](Floats v) { return silu(v); });
-        case ts::Activation::Gelu: return activate_by(gate, up, n, y, [](Floats v) { return gelu(v); });
-        case ts::Activation::GeluTanh: return activate_by(gate, up, n, y, [](Floats v) { return gelu_tanh(v); });
+        case ts::Activation::Silu: return activate_by(gate, up, n, y, [](Floats v) TS_INLINED { return silu(v); });
+        case ts::Activation::Gelu: return activate_by(gate, up, n, y, [](Floats v) TS_INLINED { return gelu(v); });
+        case ts::Activation::GeluTanh:
+            return activate_by(gate, up, n, y, [](Floats v) TS_INLINED { return gelu_tanh(v); });
         case ts::Activation::ClampedSwish: return clamped_swish(gate, up, n, y);
     }
 }
 
 void bound(float* x, int64_t n, float cap) {
-    for (int64_t i = 0; i < n; i += kLanes) {
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        store_some(x + i, bounded(load_some(x + i, left), cap), left);
-    }
+    each_vector(
+        n, [&](int64_t i, int lanes) TS_INLINED { store_some(x + i, bounded(load_some(x + i, lanes), cap), lanes); });
 }
 
 // For each of sixteen lanes the largest of its numbers, the first place that has it, and 0, or NaN once one is not

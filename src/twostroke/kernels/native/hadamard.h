@@ -19,15 +19,14 @@ TS_INLINE Floats butterfly(Floats v) {
 void hadamard(float* x, int64_t n) {
     const int64_t block = n & -n;
     const Floats scale = all(1.0f / __builtin_sqrtf(static_cast<float>(block)));
-    for (int64_t i = 0; i < n; i += kLanes) {  // where lanes are left over, blocks are shorter than a vector
-        const int left = n - i < kLanes ? static_cast<int>(n - i) : kLanes;
-        Floats v = load_some(x + i, left) * scale;
+    each_vector(n, [&](int64_t i, int lanes) TS_INLINED {  // of fewer lanes, blocks are shorter than a vector
+        Floats v = load_some(x + i, lanes) * scale;
         if (block > 1) v = butterfly<1>(v);
         if (block > 2) v = butterfly<2>(v);
         if (block > 4) v = butterfly<4>(v);
         if (block > 8) v = butterfly<8>(v);
-        store_some(x + i, v, left);
-    }
+        store_some(x + i, v, lanes);
+    });
     for (int64_t step = kLanes; step < block; step *= 2)
         for (int64_t i = 0; i < n; i += 2 * step)
             for (int64_t j = i; j < i + step; j += kLanes) {

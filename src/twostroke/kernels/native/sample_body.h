@@ -19,15 +19,13 @@ void weigh(const float* x, int64_t n, float largest, float inverse, float* weigh
     for (int64_t begin = 0, block = 0; begin < n; begin += ts::kSampleBlock, block++) {
         const int64_t end = begin + ts::kSampleBlock < n ? begin + ts::kSampleBlock : n;
         Floats sum = all(0.0f), high = all(0.0f);
-        for (int64_t i = begin; i < end; i += kLanes) {
-            const int n_here = end - i < kLanes ? static_cast<int>(end - i) : kLanes;
-            const Floats given = n_here == kLanes ? load(x + i) : load_some(x + i, n_here);
-            Floats w = exp_of((given - all(largest)) * all(inverse));
-            if (n_here < kLanes) w = lane_numbers() < (Ints)all_words(static_cast<uint32_t>(n_here)) ? w : all(0.0f);
-            store_some(weights + i, w, n_here);
+        each_vector(end - begin, [&](int64_t i, int lanes) TS_INLINED {
+            Floats w = exp_of((load_some(x + begin + i, lanes) - all(largest)) * all(inverse));
+            if (lanes < kLanes) w = lane_numbers() < (Ints)all_words(static_cast<uint32_t>(lanes)) ? w : all(0.0f);
+            store_some(weights + begin + i, w, lanes);
             sum += w;
             high = greater(w, high);
-        }
+        });
         sums[block] = static_cast<double>(sum_of(sum));
         block_max[block] = max_of(high);
     }
@@ -38,14 +36,13 @@ void keep(const float* x, int64_t n, float largest, float inverse, float floor, 
     for (int64_t begin = 0, block = 0; begin < n; begin += ts::kSampleBlock, block++) {
         const int64_t end = begin + ts::kSampleBlock < n ? begin + ts::kSampleBlock : n;
         Floats sum = all(0.0f);
-        for (int64_t i = begin; i < end; i += kLanes) {
-            const int n_here = end - i < kLanes ? static_cast<int>(end - i) : kLanes;
-            const Floats given = load_some(x + i, n_here), before = load_some(weights + i, n_here);
+        each_vector(end - begin, [&](int64_t i, int lanes) TS_INLINED {
+            const Floats given = load_some(x + begin + i, lanes), before = load_some(weights + begin + i, lanes);
             const Ints kept = (given >= all(floor)) & ((given - all(largest)) * all(inverse) >= all(least));
             const Floats w = (Floats)((Ints)before & kept);
-            store_some(weights + i, w, n_here);
+            store_some(weights + begin + i, w, lanes);
             sum += w;
-        }
+        });
         sums[block] = static_cast<double>(sum_of(sum));
     }
 }

@@ -112,6 +112,16 @@ TS_INLINE void store_some(float* p, Floats v, int n) {
     }
 }
 
+// body(i, lanes) for each vector of n numbers, of which the last may have fewer lanes than the others. These are
+// compiled apart: with a number of lanes that is known only at run time GCC keeps AVX2's vectors in memory, and the
+// prompt of a model without gates took 5 to 13% longer.
+template <typename Body>
+TS_INLINE void each_vector(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
+    if (i < n) body(i, static_cast<int>(n - i));
+}
+
 // Sums and maxima of the lanes, in one fixed order.
 TS_INLINE float sum_of(Floats v) {
 #if defined(__AVX512F__)
