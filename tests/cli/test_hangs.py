@@ -32,10 +32,10 @@ def marks(phase: Phase) -> Marks:
     return Marks(1, phase, busy_limit_s=0.6, idle_limit_s=0.3)
 
 
-def found(ranks: dict[int, int], phase: Phase, finder: HangFinder | None = None) -> str | None:
-    """What is found of rank 0 within a second."""
+def found(ranks: dict[int, int], phase: Phase, finder: HangFinder | None = None, within_s: float = 1.0) -> str | None:
+    """What is found of rank 0 within so long."""
     finder = finder or HangFinder(ranks, first_rank=0)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if (said := finder.look(0, marks(phase))) is not None:
             return said
@@ -60,4 +60,4 @@ def test_time_in_which_the_launcher_stood_still_too_is_no_hang(ranks: dict[int, 
     finder.look(0, marks(Phase.STEPS))
     time.sleep(0.8)  # the machine stands still for longer than the limits
     assert finder.look(0, marks(Phase.STEPS)) is None
-    assert words in str(found(ranks, Phase.STEPS, finder))
+    assert words in str(found(ranks, Phase.STEPS, finder, within_s=20.0))  # others may take most of the processor

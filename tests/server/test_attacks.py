@@ -97,7 +97,7 @@ def test_answers_of_clients_that_go_away_free_their_pages(served: Served, web: h
         silent_connections(served.url, 30, post(body | {"n": 2})),
         silent_connections(served.url, 30, post(body | {"n": 2, "stream": True})),
     ):
-        until(lambda: metric(web, "twostroke_requests_running") == 120)
+        until(lambda: metric(web, "twostroke_requests_running") == 120, within_s=150)
     until(lambda: metric(web, "twostroke_requests_running") == 0)
     until(lambda: metric(web, "twostroke_kv_pages_used") == 0)
     until(lambda: metric(web, "twostroke_http_requests_active") == 0)
@@ -232,6 +232,7 @@ def schemathesis(served: Served, folder: Path, phases: str, n: int, timeout_s: f
     accepted, since it does not know the model's context and which fields exclude each other."""
     command = [str(Path(sys.executable).with_name("st")), "run", f"{served.url}/openapi.json", "--no-color", "--checks", "all"]
     command += ["--exclude-checks", "positive_data_acceptance", "--phases", phases, "--max-examples", str(n), "--seed", "1"]
+    command += ["--suppress-health-check", "too_slow"]  # of making requests, on a machine that others use
     command += ["--include-path-regex", paths]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -79,8 +80,9 @@ class Launched:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
+        with contextlib.suppress(ValueError):  # closed at the end: ranks keep the pipe open for longer than their launcher
+            for line in self.process.stderr:
+                self.lines.append(line.rstrip("\n"))
 
     @property
     def said(self) -> str:
