@@ -13,6 +13,7 @@ from small_models import SPECS, decoder_of, saved
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.errors import CapacityError, EngineError, InputError
 from twostroke.engine.core import EngineCore
+from twostroke.engine.sampler import TokenLogprobs
 from twostroke.engine.scoring import TokenScores, token_scores
 from twostroke.model.decoder import Decoder
 from twostroke.model.save import save_model

@@ -7,6 +7,7 @@ import contextlib
 import json
 import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
