@@ -189,6 +189,12 @@ def test_a_precision_without_arithmetic_is_a_reason() -> None:
     assert a100.rejected == {"type": 1}
     assert search.winner is not None
     assert search.winner.device == "h100-sxm"
+    trained = search_training(
+        small_llama(), TrainWork(1e8, 512, 2**15), Space(machines("a100-sxm-80gb", "h100-sxm"), 1, ("fp8",))
+    )
+    assert [each.rejected.get("type") for each in trained.results if each.device == "a100-sxm-80gb"] == [1]
+    assert trained.winner is not None
+    assert trained.winner.device == "h100-sxm"
 
 
 def test_pure_bf16_trains_where_bf16_is_multiplied() -> None:

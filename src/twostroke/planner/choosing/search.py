@@ -56,6 +56,7 @@ from twostroke.planner.training.plan import (
     step_traffic,
     step_watts,
     training_memory,
+    unknown_type,
     update_work,
 )
 from twostroke.planner.training.shape import TrainingShape
@@ -286,7 +287,8 @@ def _serve_candidates(spec: ModelSpec, work: ServeWork, space: Space, limits: Se
     batches = tuple(sorted(set(space.batches or BATCHES)))
     for machine in space.machines:
         for scheme in space.precisions or SEARCHED:
-            lacking = _lacking_type(scheme_of(scheme).activations, machine)
+            activations = scheme_of(scheme).activations
+            lacking = None if activations in machine.peak_flop_per_s else activations
             if machine.is_calibrated_cpu:  # our engine, which expands what the processor cannot multiply
                 lacking = None if scheme in served_schemes(machine) else scheme
             if lacking is not None:
@@ -302,11 +304,6 @@ def _check_precisions(space: Space, known: tuple[str, ...], what: str) -> None:
     for precision in space.precisions:
         if precision not in known:
             raise ConfigError(f"{precision!r} is not {what}. Use one of {', '.join(known)}.")
-
-
-def _lacking_type(dtype: str, machine: Hardware) -> str | None:
-    """``dtype`` where ``machine`` has no rate for its products; None where it has."""
-    return None if dtype in machine.peak_flop_per_s else dtype
 
 
 def _without_type(phase: Phase, machine: Hardware, precision: str, lacking: str) -> Candidate:
@@ -480,7 +477,7 @@ def _train_candidates(spec: ModelSpec, work: TrainWork, space: Space, limits: Tr
         # Memory asks nothing else of a datasheet, so it is computed once for all of a kind.
         memory_of = machine.kind if machine.basis == "datasheet" else machine.name
         for dtype in space.precisions or (_training_type(machine),):
-            lacking = _lacking_type(TrainingShape(dtype=dtype).compute_dtype, machine)
+            lacking = unknown_type(TrainingShape(dtype=dtype), machine)
             if lacking is not None:
                 yield _without_type("train", machine, dtype, lacking)
                 continue
