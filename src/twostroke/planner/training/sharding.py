@@ -419,13 +419,14 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
     n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
+    differentiated = letter("share", backward_share(shape)) * (activations + recomputed) / n_layers
     terms = {
         "weights": state["weights"],
         "gradients": state["gradients"],
         "optimizer": state["optimizer"],
         "activations": activations,
-        "loss": _term("loss", loss_at_peak_bytes(loss, activations + recomputed, n_layers, beside, hardware)),
-        "workspace": _term("workspace", workspace_bytes(activations + recomputed, n_layers, hardware)),
+        "loss": _term("loss", loss_at_peak_bytes(loss, beside, differentiated, hardware)),
+        "workspace": _term("workspace", workspace_bytes(activations + recomputed, differentiated, hardware)),
     }
     if recomputed:
         terms["recomputed"] = recomputed
@@ -528,13 +529,22 @@ BACKWARD_SHARE = 1.1
 that nothing fits into, and gradients of a layer that is being differentiated. Found over 44 compiled runs of
 benchmarks/planner/engines (glibc 2.36, torch 2.13), whose peaks they leave with a median error of 2%."""
 
+ADAPTED_BACKWARD_SHARE = 2.6
+"""That of a compiled layer with adapters: each of its matrices gives two gradients of its input, through the base and through
+its adapter's dropout. Found over the adapters' runs of 2026-11-28 (Zen 3), which were planned 5 to 11% too low."""
 
-def workspace_bytes(activations: float, n_layers: float, hardware: Hardware) -> float:
-    """``ALLOCATOR_SLACK``·activations + ``BACKWARD_SHARE``·activations/L on a CPU. A GPU's caching allocator was not measured:
-    nothing is added there."""
+
+def backward_share(shape: TrainingShape) -> float:
+    """Gradients of a layer that is being differentiated, as a share of what it keeps for that."""
+    return ADAPTED_BACKWARD_SHARE if shape.targets and shape.mode == "compiled" else BACKWARD_SHARE
+
+
+def workspace_bytes(activations: float, differentiated: float, hardware: Hardware) -> float:
+    """``ALLOCATOR_SLACK``·activations, and the gradients of the layer that is ``differentiated``, on a CPU. A GPU's caching
+    allocator was not measured: nothing is added there."""
     if hardware.kind == "gpu":
         return 0.0
-    return letter("slack", ALLOCATOR_SLACK) * activations + letter("share", BACKWARD_SHARE) * activations / n_layers
+    return letter("slack", ALLOCATOR_SLACK) * activations + letter("differentiated", differentiated)
 
 
 COMPILED_PRODUCT_BYTES = 0.65e6
@@ -570,14 +580,12 @@ def backward_gradient_bytes(dtype: str) -> float:
     return precision.gradient if precision.master else 0.0
 
 
-def loss_at_peak_bytes(
-    loss: float, activations: float, n_layers: float, backward_gradients: float, hardware: Hardware
-) -> float:
+def loss_at_peak_bytes(loss: float, backward_gradients: float, differentiated: float, hardware: Hardware) -> float:
     """What the loss adds to the peak. On a CPU it is over when backward begins, so it adds what it takes beyond backward's own
-    gradients and its workspace in one layer; on a GPU, where that was not measured, all of it."""
+    gradients and those of the layer that is ``differentiated``; on a GPU, where that was not measured, all of it."""
     if hardware.kind == "gpu":
         return loss
-    return largest(loss - backward_gradients - letter("share", BACKWARD_SHARE) * activations / n_layers, 0.0)
+    return largest(loss - backward_gradients - differentiated, 0.0)
 
 
 def process_bytes(shape: TrainingShape, hardware: Hardware, counted_bytes: float) -> float:
