@@ -184,6 +184,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TWOSTROKE_HOME", str(folder / "home"))
+    from twostroke.core.errors import TwostrokeError
     from twostroke.core.openmp import limit_spinning
     from twostroke.kernels.native_library import why_absent
 
@@ -202,7 +203,7 @@ def main() -> None:
                 continue
             try:
                 record = {"round": number, **measured(phase, case, folder, environment)}
-            except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+            except (RuntimeError, subprocess.SubprocessError, OSError, TwostrokeError) as error:
                 print(f"{case.name}: {error}", file=sys.stderr, flush=True)
                 continue  # another start tries it again
             if given.transformers and isinstance(case, ServingCase) and case.scheme in ("bf16", "fp32") and number == 1:
