@@ -239,7 +239,7 @@ def _versions() -> dict[str, Any]:
     profile = load_profile("serve")
     machine = profile.fingerprint if profile else None
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *("FOLDER" if word.startswith("/") else word for word in sys.argv)]),
         "code": code_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
