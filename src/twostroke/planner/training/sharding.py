@@ -544,7 +544,7 @@ def workspace_bytes(activations: float, differentiated: float, hardware: Hardwar
     allocator was not measured: nothing is added there."""
     if hardware.kind == "gpu":
         return 0.0
-    return letter("slack", ALLOCATOR_SLACK) * activations + letter("differentiated", differentiated)
+    return letter("slack", ALLOCATOR_SLACK) * activations + differentiated
 
 
 COMPILED_PRODUCT_BYTES = 0.65e6
