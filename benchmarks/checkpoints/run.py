@@ -65,8 +65,6 @@ def cost_of_saves(folder: Path, rounds: int) -> dict[str, Any]:
 
     class Blocks(Observer):
         def after_step(self, run: RunState, record: Any) -> dict[str, Any]:
-            if record.step == steps:
-                sizes.append(checkpoint_bytes(capture(run)))
             if record.step % BLOCK_STEPS == 0:
                 run.saver.settle()  # what a block's save still has to do belongs to the block
                 now = time.perf_counter()
@@ -79,6 +77,8 @@ def cost_of_saves(folder: Path, rounds: int) -> dict[str, Any]:
                     run.saver.begin(lambda: capture(run), wait=True)
                     if mode == "background":
                         copies.append(time.perf_counter() - float(state["began"]))
+            if record.step == steps:  # behind the last block, whose time it would count to
+                sizes.append(checkpoint_bytes(capture(run)))
             return {}
 
     train(recipe, observers=[Blocks()])

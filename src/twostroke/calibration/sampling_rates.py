@@ -16,6 +16,7 @@ from twostroke.core.rates import SamplingRate
 from twostroke.core.sampling_kinds import DRAWN, FILTERED, LOGPROBS, PENALTIES
 from twostroke.engine.sampler import sample
 from twostroke.planner.hardware.anchors import CONTEXT, HEAD_DIM, SMALLEST, VOCABULARY, anchor_spec
+from twostroke.planner.serving.sampling import kind_s
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -69,13 +70,12 @@ def _longer_in_steps(clock: Clock, drawn: SamplingRate) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="twostroke-sampling-") as folder:
         engine = Engines(Path(folder)).get(spec, "bf16")
         for rows in (1, ROWS):
-            alone_s = drawn.call_s + rows * (drawn.row_s + VOCABULARY * drawn.logit_s)
             longer = [
                 decode_step_s(clock, engine, prompts, rows, CONTEXT, temperature=0.8)
                 - decode_step_s(clock, engine, prompts, rows, CONTEXT)
                 for _ in range(PAIRS)
             ]
-            more_s.append(max(0.0, statistics.median(longer) - alone_s))
+            more_s.append(max(0.0, statistics.median(longer) - kind_s(drawn, rows, VOCABULARY)))
     row_s = max(0.0, (more_s[1] - more_s[0]) / (ROWS - 1))
     return max(0.0, more_s[0] - row_s), row_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from twostroke.core.named import letter, named
+from twostroke.core.rates import SamplingRate
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.serving.shape import ServingShape
 
@@ -11,6 +12,11 @@ def choosing_s(shape: ServingShape, hardware: Hardware, rows: float, vocabulary:
     """A call for each kind that ``shape`` asks for, on ``rows`` rows of logits; 0 where it was not measured."""
     seconds = 0.0
     for rate in (rate for rate in hardware.sampling if rate.kind in shape.sampling):
-        row_s = letter("row", rate.row_s) + letter("V", vocabulary) * letter("logit", rate.logit_s)
-        seconds = seconds + letter("call", rate.call_s) + rows * row_s
+        seconds = seconds + kind_s(rate, rows, vocabulary)
     return named("choosing_s", seconds, "s", "draws, filters, penalties and log-probabilities, as calibrated", "measured")
+
+
+def kind_s(rate: SamplingRate, rows: float, vocabulary: int) -> float:
+    """What one kind takes beyond the largest logit of so many rows."""
+    row_s = letter("row", rate.row_s) + letter("V", vocabulary) * letter("logit", rate.logit_s)
+    return letter("call", rate.call_s) + rows * row_s
