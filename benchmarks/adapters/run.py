@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -13,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
+import recorded
 from cases import SHAPES
 from models import write_model
 from random_adapters import write_adapter
@@ -24,7 +21,6 @@ from random_adapters import write_adapter
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.families import read_spec
 from twostroke.engine.core import EngineCore
-from twostroke.ledger.code_version import code_version
 from twostroke.scheduling.sampling_params import SamplingParams
 
 RANK, N_ADAPTERS, N_REQUESTS = 16, 8, 16
@@ -170,13 +166,8 @@ def main() -> None:
             of: [write_adapter(read_spec(base), base, targets, RANK, Path(name) / f"{of}-{i}", i) for i in range(N_ADAPTERS)]
             for of, targets in TARGETS.items()
         }
-        results = {
-            "command": " ".join(sys.argv),
-            "machine": platform.processor() or platform.machine(),
-            "torch": str(torch.__version__),
-            "twostroke": code_version(),
+        results = recorded.conditions() | {
             "threads": threads,
-            "load_average_at_start": os.getloadavg()[0],
             "steps": {scheme: cost_of_steps(base, adapters, scheme, arguments.rounds, threads) for scheme in schemes},
             "idle": {
                 scheme: cost_of_idle(base, adapters["every matrix"][0], scheme, 2 * arguments.rounds, threads)
@@ -184,9 +175,7 @@ def main() -> None:
             },
             "load": cost_of_loading(base, adapters["every matrix"][0], arguments.rounds),
         }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (arguments.out / "summary.md").write_text(summary(results))
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -13,16 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
+import recorded
 from cases import SHAPES
 from models import write_model
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine.core import EngineCore
-from twostroke.ledger.code_version import code_version
 from twostroke.scheduling.sampling_params import SamplingParams
 
 BEAMS, PROMPT, OUTPUT = 4, 256, 256
@@ -86,17 +82,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     base = write_model(SHAPES["smollm-135m"], arguments.models / "smollm-135m")
-    results = {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
-        "torch": str(torch.__version__),
-        "twostroke": code_version(),
-        "load_average_at_start": os.getloadavg()[0],
+    results = recorded.conditions() | {
         "schemes": {scheme: measured(base, scheme, arguments.rounds) for scheme in arguments.schemes.split(",")},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (arguments.out / "summary.md").write_text(summary(results))
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -16,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 
 from twostroke.core.recipe import recipe_from_dict
-from twostroke.ledger.code_version import code_version
 from twostroke.training import build as build_module
 from twostroke.training.build import capture
 from twostroke.training.checkpoint import checkpoint_bytes, list_checkpoints, load_checkpoint
@@ -218,20 +218,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:  # on the disk that a run would use, not in memory
         folder = Path(name)
         os.environ.setdefault("TWOSTROKE_HOME", str(folder / "home"))
-        results = {
-            "command": " ".join(sys.argv),
-            "machine": platform.processor() or platform.machine(),
+        results = recorded.conditions() | {
             "threads": threads,
-            "torch": str(torch.__version__),
-            "twostroke": code_version(),
-            "load_average_at_start": os.getloadavg()[0],
             "saves": cost_of_saves(folder, arguments.rounds),
             "verify": cost_of_verifying(folder, arguments.repeats),
             "resume": cost_of_resume(folder, arguments.repeats),
         }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (arguments.out / "summary.md").write_text(summary(results))
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

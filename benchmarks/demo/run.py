@@ -17,7 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "src")]
+
+import recorded  # noqa: E402
 
 SHOWN = (  # section, label and column of the comparison
     ("passes", "forward", "train"),
@@ -63,14 +65,14 @@ def main() -> None:
     comparison = json.loads((given.of / "comparison.json").read_text(encoding="utf-8"))
     here = read_fingerprint()
     record = {
+        "command": recorded.command(),
         "machine": f"{here.n_cores} cores of {here.cpu_model}, {datetime.now(UTC):%Y-%m-%d}",
         "code": code_version(),
         "elapsed": format_seconds(comparison["worked_s"]),
         "rows": rows_of(comparison),
         "comparison": comparison,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "demo.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    recorded.write(given.out, {"demo.json": record})
     shutil.copyfile(given.of / "comparison.txt", given.out / "comparison.txt")
 
 

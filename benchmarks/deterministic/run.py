@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import random
 import statistics
 import sys
@@ -19,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
+import recorded
 from cases import SHAPES
 from models import write_model
 
@@ -30,7 +29,6 @@ from twostroke.engine.core import EngineCore
 from twostroke.engine.scoring import token_scores
 from twostroke.evaluation.decoder_scorer import DecoderScorer
 from twostroke.kernels.native_library import target
-from twostroke.ledger.code_version import code_version
 from twostroke.model.load import load_model
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -187,19 +185,12 @@ def main() -> None:
     arguments = parser.parse_args()
     model = write_model(SHAPES["smollm-135m"], arguments.models / "smollm-135m")
     weights, timed = arguments.weights.split(","), arguments.timed.split(",")
-    results = {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
+    results = recorded.conditions() | {
         "target": target(),
-        "torch": str(torch.__version__),
-        "twostroke": code_version(),
-        "load_average_at_start": os.getloadavg()[0],
         "cost": {name: cost(model, name, arguments.rounds) for name in weights if name in timed},
         "bits": {name: bits(model, name) for name in weights},
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (arguments.out / "summary.md").write_text(summary(results))
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

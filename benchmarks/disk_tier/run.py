@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -16,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
+import recorded
 from cases import SHAPES, Shape
 from models import write_model
 
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.data.tokenizer import load_tokenizer
 from twostroke.engine.core import EngineCore
-from twostroke.ledger.code_version import code_version
 from twostroke.scheduling.sampling_params import SamplingParams
 
 TINY = Shape("tiny-260k", 5, 64, 8, 4, 172, 512, True, (1,))
@@ -256,12 +254,7 @@ def main() -> None:
         for model in models.values():
             EngineCore(model).close()  # and its packed weights
         return
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
-        "torch": str(torch.__version__),
-        "twostroke": code_version(),
-        "load_average_at_start": os.getloadavg()[0],
+    results = recorded.conditions() | {
         "times": {name: times_of(MODELS[name], model, arguments.repeats) for name, model in models.items()},
         "writing": {
             name: cost_of_writing(MODELS[name], models[name], arguments.rounds) for name in names if name == "smollm-135m"
@@ -271,9 +264,7 @@ def main() -> None:
     }
     text = summary(results)
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        (arguments.out / "summary.md").write_text(text)
+        recorded.write(arguments.out, {"results.json": results, "summary.md": text})
     print(text)
 
 

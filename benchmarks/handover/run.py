@@ -6,8 +6,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import random
 import secrets
 import socket
@@ -18,14 +16,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 
 from twostroke.calibration.collectives import measure_between_processes
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.core.families import read_spec
-from twostroke.ledger.code_version import code_version
 from twostroke.planner.hardware.tables import ASSUMED_NETWORK_ALPHA_S, ASSUMED_NETWORK_BYTES_PER_S
 from twostroke.planner.serving.under_load import transfer_s
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ def predicted(model: Path, tokens: float) -> dict[str, Any]:
 
 def summary(results: dict[str, Any]) -> str:
     lines = [
-        f"{results['machine']}, {results['processors']} processors, torch {results['torch']}, "
+        f"{results['machine']}, torch {results['torch']}, "
         f"Twostroke {results['twostroke']}, load {results['load_average_at_start']:.1f} at the start. "
         f"{results['requests']} requests of {PROMPT} + {OUTPUT} tokens, one every {results['every_s']:g} s, "
         f"{results['rounds']} rounds; medians of the rounds:",
@@ -183,20 +183,14 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=1.5)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    load, rows, answers = os.getloadavg()[0], [], []
+    conditions, rows, answers = recorded.conditions(), [], []
     for i in range(arguments.rounds):
         for way in WAYS if i % 2 == 0 else WAYS[::-1]:
             row, tokens = asyncio.run(measured(way, arguments.model, arguments.requests, arguments.every_s, i))
             rows.append(row | {"round": i})
             answers.append((i, tokens))
             print(json.dumps(row), file=sys.stderr)
-    results = {
-        "command": " ".join(sys.argv),
-        "machine": platform.processor() or platform.machine(),
-        "processors": len(os.sched_getaffinity(0)),
-        "torch": version("torch"),
-        "twostroke": code_version(),
-        "load_average_at_start": load,
+    results = conditions | {
         "requests": arguments.requests,
         "every_s": arguments.every_s,
         "rounds": arguments.rounds,
@@ -206,9 +200,7 @@ def main() -> None:
     }
     text = summary(results)
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
-        (arguments.out / "summary.md").write_text(text)
+        recorded.write(arguments.out, {"results.json": results, "summary.md": text})
     print(text)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -19,6 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
+
 from twostroke.core.families.weights import tensors
 from twostroke.core.spec import ModelSpec
 from twostroke.engine.core import EngineCore
@@ -31,7 +34,6 @@ from twostroke.interop.gguf_write import Stored, write_header, write_tensor
 from twostroke.interop.import_model import import_model
 from twostroke.model.published.gguf_types import TYPES
 
-HERE = Path(__file__).parent
 WIDTH, MLP, HEADS, KEY_HEADS, VOCABULARY = 2048, 5632, 32, 4, 32_000
 """TinyLlama's."""
 
@@ -133,7 +135,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one, int(args.bytes), args.folder)))
         return
-    rows, load = [], os.getloadavg()[0]  # before anything of ours runs
+    conditions, rows = recorded.conditions(), []
     for precision in args.precisions:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             command = [sys.executable, __file__, "--one", precision, "--bytes", str(args.bytes), "--folder", folder]
@@ -141,28 +143,19 @@ def main() -> None:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":")
-    document = {
-        "command": f"benchmarks/import/run.py --precisions {' '.join(args.precisions)} --bytes {args.bytes:g}",
-        "commit": git.stdout.strip(), "machine": cpu.split(":")[1].strip() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "load": load, "torch": torch.__version__, "files": rows,
-    }  # fmt: skip
+    document = conditions | {"threads": torch.get_num_threads(), "files": rows}
     print(table(document))
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+        recorded.write(args.out, {"raw.json": document, "summary.md": table(document)})
 
 
 def table(document: dict[str, Any]) -> str:
     lines = [
         "# From a GGUF file to a ready engine, *measured*",
         "",
-        f"{document['machine']}, {document['threads']} threads beside {document['load']:.0f} of other programs. Seconds of the "
-        "clock (of processors); the file is read from the disk, its model directory from memory. A: import and engine in times "
-        "reading and engine; B: in times reading, decoding and engine.",
+        f"{document['machine']}, {document['threads']} threads beside {document['load_average_at_start']:.0f} of other "
+        "programs. Seconds of the clock (of processors); the file is read from the disk, its model directory from memory. A: "
+        "import and engine in times reading and engine; B: in times reading, decoding and engine.",
         "",
         "| file | GB | GB written | read | decode alone | import | its memory, GB | engine | A | B |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -19,9 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 from cases import LARGE, REPEATS, SHAPES
 from models import HERE, model_for, write_model
 from summary import write_summary
+
+from twostroke.ledger.code_version import code_version
 
 VARIANTS = {
     "twostroke": ("bf16", "int8", "int8-head8", "int4-head8", "int4-head4", "int8-head8-kv8"),
@@ -86,31 +91,19 @@ def _process(engine: str, command: list[str]) -> dict[str, Any]:
                 code = -1
         result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
         if code != 0:
-            result["error"] = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+            result["error"] = recorded.without_folders(log.read_text(encoding="utf-8", errors="replace"))[-1500:]
     if "first_token_unix_s" in result:
         result["start_to_first_token_s"] = result.pop("first_token_unix_s") - began
     return {"unix_s": began} | result
 
 
 def versions(pythons: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "cpu": _cpu(), "commit": _commit()}
+    found: dict[str, Any] = {"python": platform.python_version(), "machine": recorded.machine(), "twostroke": code_version()}
     for engine, python in pythons.items():
         done = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=False)
         wanted = ("torch==", "vllm", "llama", "openvino==", "optimum", "transformers==")
         found[engine] = [line for line in done.stdout.splitlines() if line.startswith(wanted)]
     return found
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':')[1].strip()}, {os.cpu_count()} cores"
-    return platform.processor()
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    return done.stdout.strip()
 
 
 def main() -> None:
@@ -127,11 +120,7 @@ def main() -> None:
     pythons = dict.fromkeys(args.engines, sys.executable)
     pythons |= {e: str(args.peers / ENVIRONMENTS[e] / "bin" / "python") for e in args.engines if e in ENVIRONMENTS}
     pythons["twostroke"] = sys.executable
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "versions.json").write_text(json.dumps(versions(pythons), indent=1) + "\n", encoding="utf-8")
-    (args.out / "command.txt").write_text(
-        "python benchmarks/inference/run.py " + " ".join(sys.argv[1:]) + "\n", encoding="utf-8"
-    )
+    recorded.write(args.out, {"versions.json": versions(pythons), "command.txt": recorded.command() + "\n"})
     raw = args.out / "raw.jsonl"
     for round_number in range(args.rounds):
         for shape_name in args.shapes:

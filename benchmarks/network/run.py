@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -15,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 from rank_processes import answers
 
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.data.prepare import prepare
-from twostroke.ledger.code_version import code_version
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import plan_training
@@ -186,6 +186,7 @@ def main() -> None:
         return
     if arguments.out is None:
         parser.error("--out is missing")
+    conditions = recorded.conditions()
     rates: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,17 +197,12 @@ def main() -> None:
                 each.mkdir()
                 linked_by = None if arguments.loopback else DEVICE
                 rates[f"{rate:g}"] = [row_of(each, way, linked_by) for way in arguments.ways]
-    results = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "twostroke": code_version(),
+    results = conditions | {
         "link": "loopback, nothing shaped" if arguments.loopback else "two network namespaces, veth, tbf",
         "ways": WAYS,
         "rates": rates,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
-    (arguments.out / "summary.md").write_text(summary(results))
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

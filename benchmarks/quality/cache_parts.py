@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import windows_of
-from survey import processor
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
+from run import windows_of
 
 from twostroke.engine.key_offset import N_TOKENS
 from twostroke.kernels.four_bit_cache import hadamard, key_codes, keys_of, value_codes, values_of
@@ -24,7 +26,6 @@ from twostroke.model.attention import Attention
 from twostroke.model.decoder import Decoder
 from twostroke.model.load import load_model
 
-HERE = Path(__file__).parent
 PAGE = 16
 
 Held = Callable[[Tensor], Tensor]
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
-    decoder = load_model(model)
+    conditions, decoder = recorded.conditions(), load_model(model)
     probe = torch.randn(4, 64)
     assert torch.equal(ranged(probe), keys_of(*key_codes(probe))), "the cache's own codes are others"
     offsets = offsets_of(decoder)
@@ -207,18 +208,13 @@ def main() -> None:
     for form in (*FORMS, *layers):
         rows.append(cost(decoder, form, offsets, windows, reference))
         print(line(rows[-1]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    document = {
+    document = conditions | {
         "model": args.name or args.model.name,
         "head_dim": decoder.spec.head_dim,
-        "commit": commit.stdout.strip(),
-        "machine": processor(),
         "n_tokens": sum(len(ids) - 1 for ids in windows),
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+    recorded.write(args.out, {"raw.json": document, "summary.md": table(document)})
 
 
 def line(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 from run import windows_of
-from survey import processor
 
 from twostroke.core.families import read_spec
 from twostroke.core.families.weights import tensors
@@ -47,11 +51,10 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
     windows = np.asarray(windows_of(model, args.data, args.length, args.windows))
+    conditions = recorded.conditions()
     with tempfile.TemporaryDirectory() as name:
-        document = measure(model, Path(name), windows, args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+        document = conditions | measure(model, Path(name), windows, args)
+    recorded.write(args.out, {"raw.json": document, "summary.md": table(document)})
     print(table(document))
 
 
@@ -103,13 +106,7 @@ def document_of(
         }
         for file, scores, own in zip(files, found["scores"], exact, strict=True)
     ]  # fmt: skip
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
     return {
-        "command": f"benchmarks/quality/gguf_mixes.py {args.name or args.model.name} --precisions {' '.join(args.precisions)} "
-        f"--windows {args.windows} --length {args.length} --exact-windows {args.exact_windows}",
-        "commit": git.stdout.strip(),
-        "machine": processor(),
-        "torch": torch.__version__,
         "llama_cpp_python": found["version"],
         "model": args.name or args.model.name,
         "n_tokens": windows.shape[0] * (windows.shape[1] - 1),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,6 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 
 from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
@@ -30,7 +32,6 @@ from twostroke.quantization.fitting import MAX_KL_NATS, fit_codes
 from twostroke.scheduling.request import Request
 from twostroke.scheduling.sampling_params import SamplingParams
 
-HERE = Path(__file__).parent
 LIMITS = {8: 1.001, 4: 1.03}
 E4M3_LIMIT = 1.01
 """Three bits of mantissa round weights by 2.5% of their norm, int8 by 0.7%."""
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="candidates with this in their name")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    conditions = recorded.conditions()
     model = args.model / "model" if (args.model / "model" / "config.json").is_file() else args.model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -175,34 +177,15 @@ def main() -> None:
                 )
             )
             print(rows[-1], flush=True)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
-    ).stdout
-    document = {
-        "command": _command(args),
+    document = conditions | {
         "model": args.name or args.model.name,
-        "commit": commit.strip(),
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
         "n_tokens": sum(len(ids) - 1 for ids in windows),
         "bf16_perplexity": math.exp(nats),
         "schemes": rows,
         "quantised": made,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+    recorded.write(args.out, {"raw.json": document, "summary.md": table(document)})
     print(table(document))
-
-
-def _command(args: argparse.Namespace) -> str:
-    """As it was typed, without the folders of the machine that it ran on."""
-    text = f"benchmarks/quality/run.py {args.name or args.model.name}"
-    for option in ("data", "calibration"):
-        if names := getattr(args, option):
-            text += f" --{option} " + " ".join(Path(name).name for name in names)
-    only = f' --only "{args.only}"' if args.only else ""
-    return f"{text} --windows {args.windows} --length {args.length}{only}"
 
 
 def table(document: dict[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 
 
 def main() -> None:
@@ -20,28 +21,13 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in the record; default: its folder's")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    name = args.name or args.model.name
     text = [word for file in args.calibration for word in ("--calibration", file)]
     command = [sys.executable, "-m", "twostroke", "quantize", str(args.model), "--survey", *text, "--json"]
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
+    conditions = recorded.conditions()
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    typed = " ".join(["twostroke quantize", name, "--survey", *(Path(word).name for word in text)])
-    document = {"command": typed, "commit": git.stdout.strip(), "machine": processor(), **found, "model": name}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "raw.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(table(document), encoding="utf-8")
+    document = conditions | found | {"model": args.name or args.model.name}
+    recorded.write(args.out, {"raw.json": document, "summary.md": table(document)})
     print(table(document))
-
-
-def processor() -> str:
-    """As Linux names it, with its family and model, which virtual machines leave as they are."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    found = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
-    known = {key.strip(): value.strip() for key, value in found.items()}
-    return f"{known.get('model name')} (family {known.get('cpu family')}, model {known.get('model')})"
 
 
 def table(document: dict[str, Any]) -> str:

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "network"))
 
+import recorded
 from rank_processes import answers
 from servers import machine, processor_line
 
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.data.prepare import prepare
-from twostroke.ledger.code_version import code_version
 from twostroke.training.measurement import StepRecord
 from twostroke.training.ranks import joined
 from twostroke.training.start import train
@@ -126,6 +127,7 @@ def main() -> None:
         return
     if arguments.out is None:
         parser.error("--out is missing")
+    conditions = recorded.conditions() | {"machine": machine()}
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as name:
         home = Path(name) / "home"
@@ -135,10 +137,8 @@ def main() -> None:
             ways = list(WAYS) if i % 2 == 0 else list(WAYS)[::-1]
             rounds.append({way: measured(home, way) for way in ways})
             print(json.dumps(rounds[-1]), flush=True)
-    results = {"machine": machine(), "torch": torch.__version__, "twostroke": code_version(), "rounds": rounds}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
-    (arguments.out / "summary.md").write_text(summary(results))
+    results = conditions | {"rounds": rounds}
+    recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))
 
 

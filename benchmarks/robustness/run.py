@@ -33,6 +33,10 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
+
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "src"
 OVERLOAD_BODY = {"prompt": "Once upon a time there was a little", "max_tokens": 32, "temperature": 0}
@@ -306,21 +310,19 @@ def imported(source: Path, home: Path) -> Path:
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False)
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":")
-    packages = {name: version(name) for name in ("uvicorn", "httptools", "uvloop", "fastapi", "tokenizers", "torch")}
-    cores = f"{cpu.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return {"commit": done.stdout.strip(), "cpu": cores, "python": platform.python_version()} | packages
+    return {"python": platform.python_version()} | {
+        name: version(name) for name in ("uvicorn", "httptools", "uvloop", "fastapi", "tokenizers")
+    }
 
 
-def summary(rows: list[Row], of: dict[str, str], load_before: float) -> str:
+def summary(rows: list[Row], of: dict[str, Any]) -> str:
     lines = ["# What strangers do to a server", "", "| what | measured | target | |", "|---|---:|---:|---|"]
     for row in rows:
         sign = "≥" if row.at_least else "≤"
         target = f"{sign} {row.target:g} {row.unit}".rstrip() if row.target else "–"
         lines.append(f"| {row.what} | {row.value:.3g} {row.unit} | {target} | {'' if row.met else 'missed'} |")
     about = ", ".join(f"{name} {value}" for name, value in of.items())
-    return "\n".join([*lines, "", f"{about}. Load of the machine before the run: {load_before:.1f}.", ""])
+    return "\n".join([*lines, "", f"{about}.", ""])
 
 
 MEASUREMENTS: dict[str, Callable[..., list[Row]]] = {
@@ -342,9 +344,9 @@ def main() -> None:
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # this process holds the other ends of the connections
-    load_before = os.getloadavg()[0]
+    conditions = recorded.conditions()
     rows: list[Row] = []
-    raw: dict[str, Any] = {"versions": versions(), "load_before": load_before, "files": [soft, hard]}
+    raw: dict[str, Any] = {"versions": conditions | versions(), "files": [soft, hard]}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         model = imported(args.model, home)
@@ -357,10 +359,7 @@ def main() -> None:
             for row in found:
                 print(f"{row.what}: {row.value:.3g} {row.unit}{'' if row.met else '   MISSED'}", flush=True)
     raw["rows"] = [asdict(row) | {"met": row.met} for row in rows]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "raw.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(summary(rows, raw["versions"], load_before), encoding="utf-8")
-    (args.out / "command.txt").write_text(f"python benchmarks/robustness/run.py {args.model.name} --out {args.out.name}\n")
+    recorded.write(args.out, {"raw.json": raw, "summary.md": summary(rows, raw["versions"])})
 
 
 if __name__ == "__main__":

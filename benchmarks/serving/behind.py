@@ -140,7 +140,7 @@ def main() -> None:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     model = make_model(args.shape, args.models.resolve())
-    describe(args.out, "behind.py", {})
+    describe(args.out, {})
     with tempfile.TemporaryDirectory() as folder:
         servers = versions_of(None if args.before is None else args.before.resolve(), model, Path(folder))
         try:

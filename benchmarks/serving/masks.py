@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -23,15 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
 from run import make_model
 from servers import SCHEMA, machine
 
-from twostroke.core.described import plain
 from twostroke.core.engine_settings import EngineSettings
 from twostroke.engine.core import EngineCore
 from twostroke.engine.grammars import Matcher
 from twostroke.engine.speculation.forced import ForcedDrafts
-from twostroke.ledger.code_version import code_version
 from twostroke.scheduling.constraint import Constraint
 from twostroke.scheduling.sampling_params import SamplingParams
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    versions = recorded.conditions() | machine()
     model = make_model("smollm-135m", args.models.resolve())
     looks = Watch(Matcher, "look_in_thread", "grammars")
     waits, forced = Watch(Matcher, "_wait", "MainThread"), Watch(ForcedDrafts, "propose", "MainThread")
@@ -103,12 +103,8 @@ def main() -> None:
                     row |= {f"mask_p{p}_us": 1e6 * masks[min(len(masks) - 1, len(masks) * p // 100)] for p in (50, 99)}
                 rows.append(row)
                 print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}))
-    (args.out / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = " ".join(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
-    (args.out / "command.txt").write_text(f"python benchmarks/serving/masks.py {words}\n", encoding="utf-8")
-    versions = machine() | {"twostroke": code_version(), "python": sys.version.split()[0], "load": os.getloadavg()[0]}
-    (args.out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
-    (args.out / "summary.md").write_text(summary(rows), encoding="utf-8")
+    raw = "".join(json.dumps(row) + "\n" for row in rows)
+    recorded.write(args.out, {"raw.jsonl": raw, "versions.json": versions, "summary.md": summary(rows)})
     print(summary(rows))
 
 

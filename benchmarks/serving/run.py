@@ -23,8 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
 
+import recorded
 from cases import SHAPES
 from models import write_model
 from servers import CONTEXT, ON_REQUEST, ROOT, VARIANTS, Model, Server, machine, server
@@ -33,7 +35,6 @@ from tables import write_summary
 from twostroke.bench.definitions import LoadSummary
 from twostroke.bench.load import LoadResult, run_load
 from twostroke.bench.load_spec import LoadSpec
-from twostroke.core.described import plain
 from twostroke.core.distribution import Distribution
 from twostroke.data.tokenizer import load_tokenizer, train_tokenizer
 from twostroke.ledger.code_version import code_version
@@ -274,14 +275,14 @@ def main() -> None:
                     seconds = one.start()
                 except (RuntimeError, OSError) as error:
                     print(f"{one.name} did not start: {error}")
-                    benchmark.record("start", engine, variant, {"error": _without_paths(str(error)[-400:])})
+                    benchmark.record("start", engine, variant, {"error": recorded.without_folders(str(error))[-400:]})
                     continue
                 servers.append(one)
                 one.pause()
                 benchmark.record("start", engine, variant, {"start_s": seconds})
             if args.prepare:
                 return
-            describe(args.out, "run.py", _peers(args))
+            describe(args.out, _peers(args))
             if "throughput" in args.cases:
                 for one in servers:
                     if one.engine == "twostroke":
@@ -302,20 +303,14 @@ def main() -> None:
     print((args.out / "summary.md").read_text(encoding="utf-8"))
 
 
-def _without_paths(text: str) -> str:
-    """Of messages that name folders of the machine the last part alone."""
-    return " ".join(word.rsplit("/", 1)[-1] if "/" in word else word for word in text.split())
-
-
-def describe(out: Path, script: str, more: dict[str, Any]) -> None:
+def describe(out: Path, more: dict[str, Any]) -> None:
     """The command, and on what it runs."""
-    words = [_without_paths(word) if word.startswith("/") else word for word in sys.argv[1:]]
     with (out / "command.txt").open("a", encoding="utf-8") as stream:
-        stream.write(f"python benchmarks/serving/{script} " + " ".join(words) + "\n")
+        stream.write(recorded.command() + "\n")
     versions = machine() | {
         "twostroke": code_version(), "python": sys.version.split()[0], **more, "load_average_at_start": os.getloadavg()[0],
     }  # fmt: skip
-    (out / "versions.json").write_text(json.dumps(plain(versions), indent=1) + "\n", encoding="utf-8")
+    recorded.write(out, {"versions.json": versions})
 
 
 def _peers(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,6 @@ those of the newest run there. Run it on a machine that does nothing else: three
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -22,8 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "benchmarks"), str(ROOT / "src")]
 
+import recorded  # noqa: E402
 from commands import SESSION  # noqa: E402
 
 WIDTH = 100
@@ -44,7 +44,7 @@ def one(command: str, keep: str, work: Path, environment: dict[str, str]) -> dic
     done = subprocess.run(arguments, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")
-    lines = done.stdout.splitlines()
+    lines = recorded.without_folders(done.stdout).splitlines()
     return {"command": command, "shown": shown(keep, lines), "stdout": lines}
 
 
@@ -66,14 +66,14 @@ def main() -> None:
 
     here = read_fingerprint()
     record = {
+        "command": recorded.command(),
         "machine": f"{here.n_cores} cores of {here.cpu_model}, {datetime.now(UTC):%Y-%m-%d}",
         "code": code_version(),
         "python": platform.python_version(),
         "load_before": load,
         "steps": steps,
     }
-    out.out.mkdir(parents=True, exist_ok=True)
-    (out.out / "session.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    recorded.write(out.out, {"session.json": record})
 
 
 if __name__ == "__main__":

@@ -18,11 +18,14 @@ import dataclasses
 import json
 import random
 import statistics
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from run import HERE, N_ALONE, N_TOGETHER, _processor, continued, measure, windows
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import recorded
+from run import HERE, N_ALONE, N_TOGETHER, continued, measure, windows
 
 from twostroke.core.fitted_exits import FITTED_EXITS, read_fitted_exits
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
@@ -150,7 +153,7 @@ def unchecked(model: Path, folder: Path, rounds: int) -> dict[str, Any] | None:
 def measure_models(args: argparse.Namespace) -> None:
     models = json.loads((args.models / TRAINED).read_text())
     ways = ["off", *(f"exit:{layers}" for layers in args.exits), *args.others]
-    found = {}
+    conditions, found = recorded.conditions(), {}
     for model in models:
         path, rows = args.models / model["model"], []
         for dtype in args.dtypes:
@@ -158,10 +161,7 @@ def measure_models(args: argparse.Namespace) -> None:
         found[model["trained"]] = {"rows": rows, "unchecked": unchecked(path, args.models / HELD_OUT, args.rounds)}
         for row in rows:
             print(f"  {line(row)}", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
-    result = {"commit": commit, "processor": _processor(), "settings": WITH_EXITS, "measured": found}
-    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    recorded.write(args.out, {"result.json": conditions | {"settings": WITH_EXITS, "measured": found}})
     write_tables(args.models, args.out)
 
 
@@ -170,7 +170,7 @@ def write_tables(models: Path, out: Path) -> None:
     result = json.loads(file.read_text())
     result["models"] = about = json.loads((models / TRAINED).read_text())
     file.write_text(json.dumps(result, indent=1) + "\n")
-    lines = [f"{result['processor']}. {about[0]['n_parameters']:,} parameters, 12 layers, {result['settings']}.", ""]
+    lines = [f"{result['machine']}. {about[0]['n_parameters']:,} parameters, 12 layers, {result['settings']}.", ""]
     lines += ["| trained | steps | nats a held-out token | s a step |", "|---|---|---|---|"]
     lines += [f"| {m['trained']} | {m['steps']} | {m['held_out_nats']:.4f} | {m['step_time_s'] or 0:.3f} |" for m in about]
     measured = result["measured"].items()

@@ -11,18 +11,20 @@ with the one without drafts.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import random
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import corpora
+import recorded
 
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.engine.llm import LLM
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "last")
     args = parser.parse_args()
+    conditions = recorded.conditions()
     model = trained(args.models, args.corpora, args.steps)
     cases = cases_of(args.models, LLM(model).tokenizer)
     ways = ["off", "ngram", *([f"draft:{args.draft}"] if args.draft else [])]
@@ -218,20 +221,17 @@ def main() -> None:
                 rows += new
                 for row in new:
                     print(line(row), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
-    about = {
-        "commit": commit, "processor": _processor(), "python": platform.python_version(), "steps": args.steps,
-        "rounds": args.rounds, "seconds": time.perf_counter() - began, "rows": rows,
+    about = conditions | {
+        "python": platform.python_version(), "steps": args.steps, "rounds": args.rounds,
+        "seconds": time.perf_counter() - began, "rows": rows,
     }  # fmt: skip
-    (args.out / "result.json").write_text(json.dumps(about, indent=1) + "\n")
-    (args.out / "summary.md").write_text(summary(about))
+    recorded.write(args.out, {"result.json": about, "summary.md": summary(about)})
 
 
 def summary(about: dict[str, Any]) -> str:
     """The table of a run, with what is aimed at."""
     names = "weights", "text", "requests", "drafts", "tok/s off → on", "ratio (rounds)", "aim", "of decoding"
-    head = [f"{about['processor']}; {about['rounds']} rounds; the model was trained for {about['steps']} steps.", ""]
+    head = [f"{about['machine']}; {about['rounds']} rounds; the model was trained for {about['steps']} steps.", ""]
     head += ["| " + " | ".join((*names, "right of drafted", "steps")) + " |", "|" + "---|" * 10]
     missed = sum(not _met(row) for row in about["rows"])
     foot = ["", f"{len(about['rows']) - missed} of {len(about['rows'])} medians reach their aim."]
@@ -250,11 +250,6 @@ def line(row: dict[str, Any]) -> str:
         f"≥ {row['aim']:g}{'' if _met(row) else ' **missed**'} | {row['decode_tok_per_s_ratio']:.2f} | "
         f"{row['right'] / max(1, row['drafted']):.2f} of {row['drafted']} | {row['steps_off']} → {row['steps']} |"
     )
-
-
-def _processor() -> str:
-    names = [part.split(":", 1)[1].strip() for part in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in part]
-    return f"{len(names)} × {names[0]}" if names else platform.processor()
 
 
 if __name__ == "__main__":

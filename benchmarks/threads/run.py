@@ -20,7 +20,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-sys.path.insert(0, str(HERE.parent / "inference"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "inference")]
+
+import recorded  # noqa: E402
 
 MEASURE = """
 import json, sys, time
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    conditions = recorded.conditions()
     folder = Path(tempfile.mkdtemp(prefix="threads-"))
     model = write_model(SHAPES[args.shape], folder / "model")
     trees = {"after": SOURCE} | ({"before": args.before / "src"} if args.before else {})
@@ -107,13 +110,9 @@ def main() -> None:
             f"{min(rates):.1f}–{max(rates):.1f} | {p50:.2f} ms | {p99:.2f} ms |"
         )
         print(lines[-1], flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
-    names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    about = {"commit": commit, "processor": f"{len(names)} × {names[0] if names else '?'}", "shape": args.shape}
-    about |= {"requests": args.requests, "seconds": args.seconds, "rows": rows}
-    (args.out / "result.json").write_text(json.dumps(about, indent=1) + "\n")
-    (args.out / "summary.md").write_text("\n".join([f"{about['processor']}, {args.shape}, bf16.", "", *lines]) + "\n")
+    about = conditions | {"shape": args.shape, "requests": args.requests, "seconds": args.seconds, "rows": rows}
+    text = "\n".join([f"{about['machine']}, {args.shape}, bf16.", "", *lines]) + "\n"
+    recorded.write(args.out, {"result.json": about, "summary.md": text})
 
 
 if __name__ == "__main__":

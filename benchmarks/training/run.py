@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import recorded  # noqa: E402
 from commands import resume_cost, startup  # noqa: E402
 from peers import python_of  # noqa: E402
 from rows import ENGINES, EVERY, GPU_GROUPS, GROUPS, QUICK, SIZES, Group, Size  # noqa: E402
@@ -146,7 +147,7 @@ def _warmed(running: list[Process], process: Process, record: dict[str, Any]) ->
     try:
         record |= process.reply() | {"step_time_s": [], "loss": [], "tokens": [], "waited_s": []}
     except RuntimeError as error:
-        record["failed"] = str(error)[-600:]
+        record["failed"] = recorded.without_folders(str(error))[-600:]
         running.remove(process)
         process.__exit__()
     print(f"  {process.name}: warm", file=sys.stderr, flush=True)
@@ -159,35 +160,21 @@ def _merged(raw: Path) -> list[dict[str, Any]]:
     return sorted(last.values(), key=lambda record: order.index(record["row"]))
 
 
-def _versions(machine: str) -> dict[str, Any]:
+def _versions() -> dict[str, Any]:
     from importlib.metadata import version
 
     from twostroke.ledger.code_version import code_version
 
     names = ("torch", "transformers", "peft", "numpy")
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": recorded.command(),
         "code": code_version(),
         "python": platform.python_version(),
-        "machine": machine,
+        "machine": recorded.machine(),
         "threads": THREADS,
         "at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         **{name: version(name) for name in names},
     }
-
-
-def _machine() -> str:
-    from twostroke.core.profile import read_fingerprint
-
-    gpus = "".join(f", {name}" for name in read_fingerprint().gpus)
-    return f"{_processor()}{gpus}"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{os.cpu_count()} × {line.partition(':')[2].strip()}"
-    return platform.processor()
 
 
 def product_rate(device: str) -> float:
@@ -232,7 +219,7 @@ def main() -> None:
     environment = dict(os.environ) | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     limit_spinning(environment)
     raw = out / "raw.jsonl"
-    (out / "versions.json").write_text(json.dumps(_versions(_machine()), indent=1) + "\n", encoding="utf-8")
+    recorded.write(out, {"versions.json": _versions()})
     for row in arguments.rows or (QUICK if arguments.quick else EVERY):
         print(f"{row} …", file=sys.stderr, flush=True)
         rate = product_rate(GROUPS[row].device if row in GROUPS else "cpu")

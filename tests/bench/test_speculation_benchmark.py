@@ -79,6 +79,6 @@ def test_an_aim_is_reached_by_the_median(ratio: float, aim: float, met: bool) ->
     row = {"dtype": "bf16", "text": "code", "requests": 1, "drafts": "ngram", "aim": aim, "drafted": 0, "right": 0}
     row |= {f"{rate}{end}": 1.0 for rate in ("tok_per_s", "decode_tok_per_s") for end in ("", "_off", "_ratio")}
     row |= {"tok_per_s_ratio": ratio, "tok_per_s_ratios": [ratio], "steps": 1, "steps_off": 1}
-    text = run.summary({"processor": "2 × X", "rounds": 1, "steps": 3, "rows": [row]})
+    text = run.summary({"machine": "2 × X", "rounds": 1, "steps": 3, "rows": [row]})
     assert ("**missed**" in text) is not met
     assert f"{int(met)} of 1 medians reach their aim." in text

@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import recorded
+
 from twostroke.core.families import spec_from_config
 from twostroke.ledger.code_version import code_version
 from twostroke.planner.hardware.tables import hardware_names, load_hardware
@@ -201,12 +205,8 @@ def main() -> None:
     print(text)
     if given.out is None:
         return
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "summary.md").write_text(text, encoding="utf-8")
-    (given.out / "command.txt").write_text(
-        f"python benchmarks/planner/energy/score.py --assets ASSETS --out {given.out}\n"
-        f"twostroke {code_version()}, Python {platform.python_version()}, {sys.platform}\n", encoding="utf-8",
-    )  # fmt: skip
+    about = f"twostroke {code_version()}, Python {platform.python_version()}, {sys.platform}"
+    recorded.write(given.out, {"summary.md": text, "command.txt": f"{recorded.command()}\n{about}\n"})
     with (given.out / "predictions.csv").open("w", encoding="utf-8", newline="") as file:
         out = csv.writer(file)
         out.writerow(

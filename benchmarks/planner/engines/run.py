@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import recorded  # noqa: E402
 from configurations import SERVING, TRAINING, ServingCase, TrainingCase  # noqa: E402
 from models import model_directory, recipe_of, served_directory  # noqa: E402
 from score import summary  # noqa: E402
@@ -214,9 +215,8 @@ def main() -> None:
                 file.write(json.dumps(record) + "\n")
             done[case.name, number] = record
             print(_line(record), file=sys.stderr, flush=True)
-    (out / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n", encoding="utf-8")
     text = summary(list(done.values()))
-    (out / "summary.md").write_text(text, encoding="utf-8")
+    recorded.write(out, {"versions.json": _versions(), "summary.md": text})
     print(text)
 
 
@@ -239,7 +239,7 @@ def _versions() -> dict[str, Any]:
     profile = load_profile("serve")
     machine = profile.fingerprint if profile else None
     return {
-        "command": " ".join(["python", *("FOLDER" if word.startswith("/") else word for word in sys.argv)]),
+        "command": recorded.command(),
         "code": code_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,

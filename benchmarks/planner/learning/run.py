@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import recorded
+
 from twostroke.core.described import plain
 from twostroke.core.profile import load_profile, read_fingerprint
 from twostroke.ledger.code_version import code_version
@@ -176,18 +180,18 @@ def main() -> None:
     if not arguments.summary:
         all_of(AFTER, work)
     runs = Ledger().runs()[::-1]
-    out.mkdir(parents=True, exist_ok=True)
     profile = load_profile()
     versions = {
         "python": platform.python_version(),
         "torch": profile.torch_version if profile else None,
         "code": code_version(),
     }
-    (out / "fit.json").write_text(json.dumps({"command": sys.argv, "versions": versions, "fits": printed}, indent=1) + "\n")
-    (out / "runs.jsonl").write_text("".join(json.dumps(plain(_row(run))) + "\n" for run in runs))
-    (out / "summary.md").write_text(
-        summary(printed, text, [run for run in runs if run.run_id not in learnt_from], arguments.note)
-    )
+    files = {
+        "fit.json": {"command": recorded.command(), "versions": versions, "fits": printed},
+        "runs.jsonl": "".join(json.dumps(plain(_row(run))) + "\n" for run in runs),
+        "summary.md": summary(printed, text, [run for run in runs if run.run_id not in learnt_from], arguments.note),
+    }
+    recorded.write(out, files)
     print(out / "summary.md")
 
 

@@ -13,12 +13,17 @@ import csv
 import math
 import os
 import platform
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import recorded
 
 from twostroke.core.families import read_spec
 from twostroke.core.spec import ModelSpec
@@ -123,14 +128,12 @@ def main() -> None:
     text = summary(rows)
     print(text)
     if asked.out is not None:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "summary.md").write_text(text, encoding="utf-8")
+        about = f"{recorded.command()}\n{date.today()}, Python {platform.python_version()}\n"
+        recorded.write(asked.out, {"summary.md": text, "command.txt": about})
         with (asked.out / "predictions.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-        about = f"python benchmarks/planner/local_llama_cpp/score.py --assets PATH --out RUN\n{date.today()}, Python "
-        (asked.out / "command.txt").write_text(f"{about}{platform.python_version()}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from twostroke.planner.serving.simulation import Simulated
 from twostroke.planner.serving.step_time import FITTED, HOST_EDGE, Efficiencies, Network, Part, Pass, one_pass
 from twostroke.planner.truth.intervals import EXPERTS, FILE, LEAST_RUNS, LEVEL, SERVED, read_ranges
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines"), str(Path(__file__).parents[2])]
+import recorded  # noqa: E402
 from fit_intervals import fitted_range, intervals_text  # noqa: E402
 from loads import simulated  # noqa: E402
 from recipes import cache_bytes  # noqa: E402
@@ -674,13 +675,8 @@ def write_run(
     out: Path, text: str, rows: Sequence[Row], every: Any, splits: dict[str, dict[str, float]],
     loads: Loads,
 ) -> None:  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    (out / "command.txt").write_text(
-        f"python benchmarks/planner/public_tables/fit.py --assets ASSETS --out RUN --loads {len(loads)}\n"
-        f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}\n",
-        encoding="utf-8",
-    )
+    about = f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
+    recorded.write(out, {"summary.md": text, "command.txt": f"{recorded.command()}\n{about}\n"})
     with (out / "predictions.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["id", "model", "system", "engine", "precision", "mode", "tensor", "expert", "batch",

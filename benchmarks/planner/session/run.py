@@ -9,7 +9,6 @@ are read from the ledger that this leaves. About fifteen minutes on two cores th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -25,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "benchmarks" / "session"), str(ROOT / "src")]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(BENCHMARKS / "session"), str(BENCHMARKS), str(ROOT / "src")]
 
+import recorded  # noqa: E402
 from commands import SESSION  # noqa: E402
 from headlines import found_in, summary  # noqa: E402
 
@@ -51,7 +52,7 @@ def typed(command: str, work: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(arguments, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{command} exited with {done.returncode}:\n{done.stderr}")
-    return done.stdout
+    return recorded.without_folders(done.stdout)
 
 
 @contextmanager
@@ -122,16 +123,11 @@ def main() -> None:
             folder.mkdir(parents=True)
             rounds.append(round_of(folder, environment, [c for c in to_type if number == 0 or c != CALIBRATE], given.disturbed))
         os.environ["TWOSTROKE_HOME"] = str(home)
-        record = {"command": " ".join(["python", *sys.argv]), **_versions(), "disturbed": given.disturbed, "rounds": rounds}
-        named = ((work, "WORK"), (given.work, "WORK"), (given.home, "HOME"), (given.out, "OUT"))
+        record = {"command": recorded.command(), **_versions(), "disturbed": given.disturbed, "rounds": rounds}
     found = [[row for step in steps for row in step["found"]] for steps in rounds]
     text = summary(found, given.disturbed)
     plain = [[step | {"found": [asdict(row) for row in step["found"]]} for step in steps] for steps in rounds]
-    document = json.dumps(record | {"rounds": plain}, indent=1)
-    for path, name in named:  # folders of this machine, which tell nobody anything
-        document = document if path is None else document.replace(str(path), name)
-    (given.out / "session.json").write_text(document + "\n", encoding="utf-8")
-    (given.out / "summary.md").write_text(text, encoding="utf-8")
+    recorded.write(given.out, {"session.json": record | {"rounds": plain}, "summary.md": text})
     print(text)
 
 

@@ -16,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import recorded
+
 from twostroke.core.families import named_model
-from twostroke.core.profile import read_fingerprint
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving.drawn import Lognormal
 from twostroke.planner.serving.plan import plan_serving, strategy_of
@@ -95,7 +98,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     serve, search = ("plan", "serve", MODEL, "--hardware", DEVICE), ("plan", "search", MODEL)
-    machine, count = read_fingerprint(), enumerated()
+    conditions, count = recorded.conditions(), enumerated()
     rows = [
         Timed("`plan serve --no-simulation`", [], 0.3, lambda: command_s(*serve, "--no-simulation")),
         Timed("`plan serve`", [], 1.2, lambda: command_s(*serve)),
@@ -104,13 +107,12 @@ def main() -> None:
         ),
         Timed(f"a simulation of {REQUESTS:,} requests", [], 5.0, simulation_s),
     ]
-    before = os.getloadavg()[0]
     command_s(*serve)  # bytecode
     for _ in range(options.repeats):  # in turn, so that what else runs on the machine meets all of them
         for row in rows:
             row.seconds.append(row.work())
     lines = [
-        f"{machine.n_cores} × {machine.cpu_model}. {MODEL}; load before {before:.1f}.",
+        f"{conditions['machine']}. {MODEL}; load before {conditions['load_average_at_start']:.1f}.",
         "",
         "| what | seconds (median) | least and most | aim | |",
         "|---|---|---|---|---|",
@@ -119,11 +121,12 @@ def main() -> None:
         verdict = "met" if row.median_s <= row.aim_s else "missed"
         ends = f"{min(row.seconds):.2f} to {max(row.seconds):.2f}"
         lines.append(f"| {row.what} | {row.median_s:.2f} | {ends} | {row.aim_s:g} | {verdict} |")
-    options.out.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines) + "\n"
-    (options.out / "summary.md").write_text(text, encoding="utf-8")
-    raw = {"layouts": count, "rows": [{"what": row.what, "seconds": row.seconds, "aim_s": row.aim_s} for row in rows]}
-    (options.out / "raw.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    raw = conditions | {
+        "layouts": count,
+        "rows": [{"what": row.what, "seconds": row.seconds, "aim_s": row.aim_s} for row in rows],
+    }
+    recorded.write(options.out, {"raw.json": raw, "summary.md": text})
     print(text, end="")
 
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import platform
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import recorded
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
@@ -203,8 +209,8 @@ def main() -> None:
     found = results(arguments.assets)
     print(summary(found))
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "summary.md").write_text(summary(found))
+        about = f"{recorded.command()}\nPython {platform.python_version()}\n"
+        recorded.write(arguments.out, {"summary.md": summary(found), "command.txt": about})
         write_predictions(found, arguments.out / "predictions.csv")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import recorded  # noqa: E402
 from rows import TABLE, Row, spec  # noqa: E402
 
 from twostroke.core.errors import ConfigError  # noqa: E402
@@ -84,19 +84,16 @@ def main() -> None:
     if given.out:
         import torch
 
-        given.out.mkdir(parents=True, exist_ok=True)
         context = {
-            "command": " ".join(sys.argv),
+            "command": recorded.command(),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": platform.platform(),
+            "machine": recorded.machine(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
-        (given.out / "raw.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [context, *records]), encoding="utf-8")
-        (given.out / "summary.md").write_text(
-            f"`{context['command']}`, torch {context['torch']}, {context['machine']}, {context['at']}\n\n{summary}",
-            encoding="utf-8",
-        )
+        raw = "".join(json.dumps(r) + "\n" for r in [context, *records])
+        text = f"`{context['command']}`, torch {context['torch']}, {context['machine']}, {context['at']}\n\n{summary}"
+        recorded.write(given.out, {"raw.jsonl": raw, "summary.md": text})
 
 
 if __name__ == "__main__":
