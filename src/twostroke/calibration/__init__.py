@@ -1,1 +1,1 @@
-"""Measures the machine into a ``MachineProfile`` in some seven minutes. The planner predicts from it."""
+"""Measures the machine into a ``MachineProfile``. The planner predicts from it."""

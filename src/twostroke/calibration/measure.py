@@ -1,4 +1,4 @@
-"""``calibrate``: seven minutes of measurements that turn into this machine's ``MachineProfile``."""
+"""``calibrate``: minutes of measurements that turn into this machine's ``MachineProfile``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Extent:
-    """How much to measure. The default takes seven minutes on two cores; ``SMALL`` a few seconds, for tests, with numbers too
+    """How much to measure. The default takes ``CALIBRATION_TIME``; ``SMALL`` a few seconds, for tests, with numbers too
     rough to plan by. ``engine_…`` is what is measured of torch's products where there is no native library, ``native_…`` where
     there is one."""
 
@@ -203,7 +203,7 @@ def calibrate(
     tell = progress or (lambda done, note: None)
     fingerprint = read_fingerprint()
 
-    tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after seven minutes
+    tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after minutes
     process = measure_fresh_process() if extent.fresh_process else Process()
     write_rate, read_rate = measure_disk(extent.disk_bytes)
     device_memory = int(torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else None

@@ -1,4 +1,4 @@
-"""``twostroke calibrate`` measures this machine for seven minutes and stores its profile."""
+"""``twostroke calibrate`` measures this machine and stores its profile."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ def calibrate(
     ranks: int = typer.Option(
         0, min=0, max=MAX_LOCAL_RANKS, help="Processes between which collectives are measured; 0: one for each GPU."
     ),
-    only: str = typer.Option(None, help="Measure only what serve or train needs (serve: half a minute) and keep the rest."),
+    only: str = typer.Option(
+        None, help="Measure only what serve or train needs (serve: about half the time) and keep the rest."
+    ),
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),
 ) -> None:
-    """Measure this machine once (some seven minutes on two cores) and store its profile, which every plan for "this" uses.
+    """Measure this machine once and store its profile, which every plan for "this" uses.
+
+    It takes 7 to 14 minutes on two cores, longest on processors with AVX2 alone.
 
     Each engine is measured on the device that it computes on: training on the GPU if there is one, serving on the CPU.
 

@@ -98,12 +98,12 @@ def _calibrate(demo: Demo) -> tuple[Result, str]:
     """The machine's profile if it holds by `doctor`'s rules, else a new one."""
     from twostroke.cli.doctor.advice import needs_calibration
     from twostroke.cli.doctor.facts import read_facts
-    from twostroke.core.profile import load_profile
+    from twostroke.core.profile import CALIBRATION_TIME, load_profile
 
     reasons = needs_calibration(read_facts())
     stored = None if reasons else load_profile("serve")
     if stored is None:
-        log(f"      {' '.join(reasons)} It is measured now, which takes some seven minutes.")
+        log(f"      {' '.join(reasons)} It is measured now, which takes {CALIBRATION_TIME}.")
         profile, source = verb("calibrate"), ""
     else:
         profile, source = plain(stored), f"as measured {stored.measured_at} (`twostroke calibrate` measures again): "

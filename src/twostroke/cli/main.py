@@ -21,7 +21,7 @@ from twostroke.core.version import __version__
 
 VERBS: dict[str, str] = {
     "doctor": "What this machine has, what is missing, and how to mend it.",
-    "calibrate": "Measure this machine once (seven minutes) and store its profile.",
+    "calibrate": "Measure this machine once and store its profile.",
     "plan": "Predict memory, time, energy and money, before any work.",
     "data": "Prepare text into token shards.",
     "tokenizer": "Train a byte-level BPE tokenizer.",

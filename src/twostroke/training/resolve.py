@@ -7,6 +7,7 @@ from pathlib import Path
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.families import read_spec
+from twostroke.core.profile import CALIBRATION_TIME
 from twostroke.core.recipe import TrainRecipe, spec_from_recipe
 from twostroke.core.spec import ModelSpec
 from twostroke.data.shards import PreparedData
@@ -60,8 +61,8 @@ def resolve_spec(recipe: TrainRecipe, prepared: PreparedData, hardware: Hardware
     if model.size == "auto":
         if hardware is None:
             raise ConfigError(
-                'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once (seven minutes), or give '
-                "the model's sizes."
+                f'model.size="auto" needs a profile of this machine. Run `twostroke calibrate` once ({CALIBRATION_TIME}), or '
+                "give the model's sizes."
             )
         device = pick_device()
         times = ranks.n // ranks.sharing(device.type)  # as many machines, or devices, as a budget counts for
@@ -95,7 +96,7 @@ def resolve_steps(recipe: TrainRecipe, spec: ModelSpec, hardware: Hardware | Non
     if hardware is None:
         raise ConfigError(
             f"train.budget_s={settings.budget_s:g} is turned into steps by this machine's profile, which does not exist. "
-            "Run `twostroke calibrate` once (seven minutes), or give train.steps."
+            f"Run `twostroke calibrate` once ({CALIBRATION_TIME}), or give train.steps."
         )
     shape, layout = (
         TrainingShape.from_recipe(recipe, 0, ranks.n_readers),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from twostroke.core.errors import ConfigError, CorruptFileError
 from twostroke.core.profile import (
+    CALIBRATION_TIME,
     SERVING_DEVICE,
     BandwidthPoint,
     MachineProfile,
@@ -344,4 +345,4 @@ def _not_calibrated(engine: Engine | None, device: str | None) -> str:
     else:
         changes = what_changed(read_fingerprint())
         why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
-    return f"{why}. Run `twostroke calibrate` once (seven minutes), or name a device: --hardware h100."
+    return f"{why}. Run `twostroke calibrate` once ({CALIBRATION_TIME}), or name a device: --hardware h100."
