@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from statistics import median
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -103,3 +103,23 @@ def test_recipes_set_when_prompts_are_taken(rows: list[Any]) -> None:
     assert found("Llama-3.1-70B", "h100", "vllm") == [(0, 1, 8192)]
     groups = [r for r in rows if r.inference_x and r.engine == "trtllm" and r.mode == "agg" and r.at.attention_groups > 1]
     assert {policy_with_recipe(r).taking.hold_prompts for r in groups} == {r.at.attention_groups for r in groups} == {4, 8}
+
+
+def test_means_of_first_use_are_told_apart_from_loads(fit: ModuleType, rows: list[Any]) -> None:
+    """InferenceX's rows of experts before it warmed servers up; dense models compile nothing at first use. What is between client
+    and engine comes from the others."""
+    cold = {(r.model, r.engine) for r in rows if r.is_cold and r.mode == "agg"}
+    assert cold == {("DeepSeek-V3", "sglang"), ("DeepSeek-V3", "trtllm")}
+    assert all("2025-11" <= r.measured < "2026" for r in rows if r.is_cold)
+    assert {r.measured[:4] for r in rows if r.inference_x and not r.dense and not r.is_cold} == {"2026"}
+    some = {r.id: r for r in rows if r.engine == "sglang" and r.mode == "agg" and r.inference_x}
+
+    class First(NamedTuple):
+        mean: float
+
+    class Load(NamedTuple):
+        ttft_s: First
+
+    late_s = {i: 0.1 + 10.0 * r.is_cold for i, r in some.items()}
+    loads = {i: (r, Load(First(r.ttft_s - late_s[i]))) for i, r in some.items() if r.ttft_s > late_s[i]}
+    assert fit.front_ends_s(loads)["sglang"] == {"experts": pytest.approx(0.1)}

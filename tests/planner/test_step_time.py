@@ -250,8 +250,10 @@ def test_measured_points_of_70b_fp8_are_met(
     assert 1e3 * found == pytest.approx(measured_ms, rel=0.15)
 
 
-def test_a_front_end_delays_first_tokens_of_measured_engines_alone(llama_70b: ModelSpec) -> None:
+def test_a_front_end_delays_first_tokens_of_measured_engines_alone(llama_70b: ModelSpec, mixtral: ModelSpec) -> None:
     shape = ServingShape(engine="vllm", tensor=8)
     assert strategy_of(llama_70b, shape, H100).front_end_s == front_end_s("vllm") > 0
     assert strategy_of(llama_70b, dataclasses.replace(shape, engine="any"), H100).front_end_s == front_end_s() > 0
     assert strategy_of(llama_70b, shape, load_hardware("rtx-4090")).front_end_s == 0
+    with_experts = front_end_s("vllm", experts=True)
+    assert strategy_of(mixtral, shape, H100).front_end_s == with_experts > front_end_s("vllm")

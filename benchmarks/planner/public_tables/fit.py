@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +42,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "eng
 import recorded  # noqa: E402
 from fit_intervals import fitted_range, intervals_text  # noqa: E402
 from loads import simulated  # noqa: E402
-from recipes import cache_bytes  # noqa: E402
+from recipes import WARMED_UP_SINCE, cache_bytes  # noqa: E402
 
 TABLE = "profiles/measured_serving_h100_h200_b200.csv"
 CONFIGS = {
@@ -64,6 +65,10 @@ SCHEMES = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
 
 MOST_PREFILL_SHARE = 0.5
 """Of the arithmetic peak. A series with a row above it cannot have computed its prompts: they came from a prefix cache."""
+
+KINDS = ("dense", "experts")
+MEASURED_ON = re.compile(r"measured=(\d{4}-\d\d-\d\d)")
+"""The day in a row's source."""
 
 SHORTEST = 0.8
 """InferenceX asks for lengths from 0.8 of the stated one to all of it (``--random-range-ratio 0.8``); other rows for equal
@@ -92,6 +97,7 @@ class Row:
     system: str
     engine: str
     version: str
+    measured: str  # on which day, empty where that is not said
     precision: str
     mode: str
     at: Placement
@@ -121,6 +127,17 @@ class Row:
     def inference_x(self) -> bool:
         """Whether it was measured by InferenceX, whose lengths vary; the others measured otherwise."""
         return self.shortest < 1
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether its means hold what an engine compiles at first use: kernels of experts, of a server that nothing had warmed
+        up. A dense model's are there before, or are captured at the start."""
+        return self.inference_x and not self.dense and self.measured < WARMED_UP_SINCE
+
+    @property
+    def load(self) -> str:
+        """Who measured it, and how."""
+        return "others" if not self.inference_x else "InferenceX, not warmed up" if self.is_cold else "InferenceX"
 
     @property
     def batch_band(self) -> int:
@@ -231,7 +248,8 @@ def read_row(row: dict[str, str], model: str, spec: ModelSpec, hardware: Hardwar
     prefill = one_pass(spec, scheme, width, first, hardware, prompt_tokens=prompt, steps=math.ceil(prompt / CHUNK_TOKENS))
     computed = sum(p.arithmetic_s for p in prefill.products)
     return Row(
-        row["id"], model, spec.moe is None, row["system"], row["backend"], row["backend_version"], scheme, row["mode"],
+        row["id"], model, spec.moe is None, row["system"], row["backend"], row["backend_version"],
+        day[1] if (day := MEASURED_ON.search(row["silicon_data_source"])) else "", scheme, row["mode"],
         at, batch, longest, last, shortest, spec, hardware, width, tpot, ttft, running, False, decode, mixed, cached, prefill,
         0.0 if part else max(0.0, running / groups - 1) / output,
         computed * batch / (ttft + (output - 1) * tpot) / first.attention_groups,
@@ -599,7 +617,7 @@ def summary(
     ]
     lines += ["such a range that was fitted without the row's own model.", "", "| rows | n | low | high | inside |"]
     lines += ["|---|---:|---:|---:|---:|"]
-    for kind in ("dense", "experts"):
+    for kind in KINDS:
         those = [r for r in rows if r.kind == kind and not r.hits]
         low, high = np.exp(np.quantile(residuals(those, splits["model"]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
         inside = covered(those, splits["model"], lambda r: r.model)
@@ -625,34 +643,49 @@ Loads = dict[str, tuple[Row, Simulated]]
 FRONT_ENDS_S = [0.002 * n for n in range(251)]
 
 
-def front_ends_s(loads: Loads) -> dict[str, float]:
-    """Seconds before an engine sees a request and after its first token: HTTP, tokenising, the load generator. Each engine has
-    a server of its own, "any" stands for all. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured|
-    least, of InferenceX's rows: the others were measured otherwise."""
-    found = {}
+def front_ends_s(loads: Loads) -> dict[str, dict[str, float]]:
+    """Seconds of a first token that are not in steps (``step_time.front_end_s``), by engine ("any" stands for all) and kind of
+    model. The ones that make the mean of |ln (simulated mean TTFT + it) − ln measured| least, of the rows of InferenceX's
+    servers that were warm: the others were measured otherwise."""
+    found: dict[str, dict[str, float]] = {}
     for engine in ("any", *ENGINES):
-        pairs = [(r.ttft_s, s.ttft_s.mean) for r, s in loads.values() if r.inference_x and engine in ("any", r.engine)]
-        if pairs:
-            found[engine] = min(FRONT_ENDS_S, key=lambda a: sum(abs(math.log((t + a) / measured)) for measured, t in pairs))
+        for kind in KINDS:
+            pairs = [
+                (r.ttft_s, s.ttft_s.mean) for r, s in loads.values()
+                if r.inference_x and not r.is_cold and r.kind == kind and engine in ("any", r.engine)
+            ]  # fmt: skip
+            if pairs:
+                found.setdefault(engine, {})[kind] = min(
+                    FRONT_ENDS_S, key=lambda a: sum(abs(math.log((t + a) / measured)) for measured, t in pairs)
+                )
     return found
 
 
-def first_token_s(row: Row, found: Simulated, loads: Loads) -> float:
-    """Mean TTFT with the front end that the engine's rows of other batch sizes tell, whatever their model."""
-    others = front_ends_s({i: pair for i, pair in loads.items() if pair[0].batch_band != row.batch_band})
-    return found.ttft_s.mean + others.get(row.engine, others["any"])
+def first_tokens_s(loads: Loads) -> dict[str, float]:
+    """Mean TTFT of each row, with the front end that the engine's rows of its kind and of other batch sizes tell, whatever
+    their model."""
+    rows = [row for row, _ in loads.values()]
+    others = {
+        band: front_ends_s({i: pair for i, pair in loads.items() if pair[0].batch_band != band})
+        for band in {row.batch_band for row in rows}
+    }
+
+    def front_end_s(row: Row) -> float:
+        found = others[row.batch_band]
+        return found.get(row.engine, {}).get(row.kind, found.get("any", {}).get(row.kind, 0.0))
+
+    return {i: found.ttft_s.mean + front_end_s(row) for i, (row, found) in loads.items()}
 
 
 def first_tokens(loads: Loads) -> list[str]:
     """Errors of simulated loads. TTFT: the table's is a mean."""
     if not loads:
         return []
-    pairs = list(loads.values())
+    first, pairs = first_tokens_s(loads), list(loads.values())
     lines = ["## Loads, simulated", ""]
     lines += error_table(
         "TTFT, with the front end of other batch sizes' rows",
-        (((r.kind, r.engine, "InferenceX" if r.inference_x else "others"), first_token_s(r, s, loads) / r.ttft_s - 1)
-         for r, s in pairs),
+        (((r.kind, r.engine, r.load), first[i] / r.ttft_s - 1) for i, (r, _) in loads.items()),
     )  # fmt: skip
     lines += error_table("TTFT, steps alone", (((r.kind, r.engine), s.ttft_s.mean / r.ttft_s - 1) for r, s in pairs))
     return lines + error_table("TPOT, mean", (((r.kind, r.engine), s.tpot_s.mean / r.tpot_s - 1) for r, s in pairs))
@@ -675,6 +708,7 @@ def write_run(
     out: Path, text: str, rows: Sequence[Row], every: Any, splits: dict[str, dict[str, float]],
     loads: Loads,
 ) -> None:  # fmt: skip
+    firsts = first_tokens_s(loads)
     about = f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     recorded.write(out, {"summary.md": text, "command.txt": f"{recorded.command()}\n{about}\n"})
     with (out / "predictions.csv").open("w", encoding="utf-8", newline="") as file:
@@ -685,7 +719,7 @@ def write_run(
                          "unseen_tensor_ms", "all_rows_ms", "measured_ttft_ms", "simulated_ttft_ms"])  # fmt: skip
         for r, seen in zip(rows, every, strict=True):
             unseen = [f"{1e3 * splits[s][r.id]:.4g}" for s in SPLITS]
-            first = f"{1e3 * first_token_s(*loads[r.id], loads):.4g}" if r.id in loads else ""
+            first = f"{1e3 * firsts[r.id]:.4g}" if r.id in firsts else ""
             writer.writerow([r.id, r.model, r.system, r.engine, r.precision, r.mode, r.tensor, r.at.expert, r.batch,
                              f"{r.running:.4g}", r.prompt, r.output, int(r.hits), f"{1e3 * r.tpot_s:.5g}", *unseen,
                              f"{1e3 * seen:.4g}", f"{1e3 * r.ttft_s:.5g}", first])  # fmt: skip
@@ -703,9 +737,10 @@ def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: di
         f'date = "{date.today().isoformat()}"',
         'kind = "measured on H100, H200 and B200; assumed for other accelerators"',
         f"measured_on = {json.dumps(list(SYSTEMS.values()))}",
-        f"front_end_s = {{ {', '.join(f'{engine} = {seconds:.3f}' for engine, seconds in front.items())} }}",
         "",
     ]
+    for engine, by_kind in front.items():
+        lines += [f"[front_end_s.{engine}]", *(f"{kind} = {seconds:.3f}" for kind, seconds in by_kind.items()), ""]
     lines += [f'[constants.{name}]\nvalue = {values[name]:.4g}\nunit = "{units[name]}"\n' for name in NAMES]
     for engine in ENGINES:
         lines += [f"[engine.{engine}]", *(f"{name} = {values[f'{engine}.{name}']:.4g}" for name in ENGINE_CONSTANTS), ""]
@@ -717,7 +752,7 @@ def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: di
     lines += [f"{name} = {values[f'blackwell.{name}']:.4g}" for name in GENERATION_CONSTANTS]
     for engine in ("any", *ENGINES):
         lines += ["", f"[unseen_model_error.{engine}]"]
-        for kind in ("dense", "experts"):
+        for kind in KINDS:
             those = [r for r in rows if r.kind == kind and engine in ("any", r.engine) and not r.hits]
             lines.append(f"{kind} = {median(abs(unseen[r.id] / r.tpot_s - 1) for r in those):.3f}")
     step_time.EFFICIENCIES_FILE.write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -727,10 +762,10 @@ def write_intervals(rows: Sequence[Row], unseen: dict[str, float], loads: Loads)
     """The rows of ``planner/truth/intervals.toml`` that these residuals tell: TPOT of unseen models, and TTFT where loads were
     simulated; dense models and experts apart."""
     source = f"public measured tables, unseen models; benchmarks/planner/public_tables, {date.today().isoformat()}"
-    ranges = dict(read_ranges())
+    ranges, firsts = dict(read_ranges()), first_tokens_s(loads)
     for kind, basis in (("dense", SERVED), ("experts", EXPERTS)):
         ranges["decode", basis, "decode"] = fitted_range(residuals([r for r in rows if r.kind == kind], unseen), source)
-        first = [math.log(r.ttft_s / first_token_s(r, s, loads)) for r, s in loads.values() if r.kind == kind]
+        first = [math.log(r.ttft_s / firsts[i]) for i, (r, _) in loads.items() if r.kind == kind]
         if len(first) >= LEAST_RUNS:
             ranges["ttft", basis, "serve"] = fitted_range(first, source)
     FILE.write_text(intervals_text(ranges), encoding="utf-8")

@@ -2,8 +2,8 @@
 with its own rules and with what its recipe sets (``recipes.py``).
 
 InferenceX sends requests = 10 · concurrency, all of the first wave at once, with lengths from 0.8 of the stated one to all of
-it; its warm-up of 2 · concurrency has ended before. The other rows are read the same way, with equal lengths. TTFT has neither
-HTTP nor tokenising in it: ``fit.front_ends_s`` finds what they take.
+it; its warm-up of 2 · concurrency has ended before (``recipes.WARMED_UP_SINCE``). The other rows are read the same way, with
+equal lengths. TTFT has neither HTTP nor tokenising in it: ``fit.front_ends_s`` finds what they take.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ class Datasheet(Strategy):
                 "this engine was not measured in such a shape: the machine's rates, with nothing lost between operations."
             )
         else:
-            self.note = _rate_note(hardware, shape.engine, spec.moe is not None)
-            self.front_end_s = front_end_s(shape.engine) if is_fitted(hardware) else 0.0
+            experts = spec.moe is not None
+            self.note = _rate_note(hardware, shape.engine, experts)
+            self.front_end_s = front_end_s(shape.engine, experts) if is_fitted(hardware) else 0.0
 
     def weights_bytes(self) -> float:
         return weights_on_device(self.spec, self.shape)
