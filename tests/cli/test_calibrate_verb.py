@@ -90,4 +90,4 @@ def test_an_unknown_device_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -
 def test_an_endless_number_of_ranks_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "calibrate", "--ranks", "100000000000")
     assert code == 2
-    assert "--ranks 100000000000 must be less than or equal to 1024." in err
+    assert "--ranks 100000000000 is not in the range 0<=x<=1024." in err

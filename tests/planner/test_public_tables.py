@@ -106,8 +106,8 @@ def test_recipes_set_when_prompts_are_taken(rows: list[Any]) -> None:
 
 
 def test_means_of_first_use_are_told_apart_from_loads(fit: ModuleType, rows: list[Any]) -> None:
-    """InferenceX's rows of experts before it warmed servers up; dense models compile nothing at first use. What is between client
-    and engine comes from the others."""
+    """InferenceX's rows of experts before it warmed servers up; dense models compile nothing at first use. What is between
+    client and engine comes from the others."""
     cold = {(r.model, r.engine) for r in rows if r.is_cold and r.mode == "agg"}
     assert cold == {("DeepSeek-V3", "sglang"), ("DeepSeek-V3", "trtllm")}
     assert all("2025-11" <= r.measured < "2026" for r in rows if r.is_cold)

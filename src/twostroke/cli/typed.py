@@ -99,12 +99,11 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
     """A ``UsageError`` as one sentence that names what was typed, and where the options are listed."""
     text, parameter = error.format_message(), getattr(error, "param", None)
     if parameter is not None and not text.startswith("Missing"):
-        rule = error.message.partition(", unable to parse")[0]  # what follows says how Typer tried
-        asked = "Input should be "
-        rule = f"must be {rule.removeprefix(asked)}" if rule.startswith(asked) else f"is refused: {rule}"
         given = [word for word in typed_words(*command_of(group, words)) if word.name == parameter.name]
-        shown = f"{given[0].flag or parameter.name} {shlex.quote(given[0].value)}" if len(given) == 1 else parameter.opts[-1]
-        text = f"{shown} {rule}"
+        value, flag = (given[0].value, given[0].flag or parameter.name) if len(given) == 1 else (None, parameter.opts[-1])
+        rule = error.message.removeprefix(f"{value} ").removeprefix(f"'{value}' ")  # Typer begins with it; it stands here once
+        shown = flag if value is None else f"{flag} {shlex.quote(value)}"
+        text = f"{shown} {rule}" if rule != error.message else f"{shown} is refused: {rule}"
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
     stop = "" if text.endswith("?") else "."
     return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
