@@ -25,9 +25,14 @@ QUALITY_RUNS = {
     "stories260K": "quality/runs/2026-11-22-2-core-xeon-7879001-stories260k",
 }
 CHECKPOINTS_RUN = "checkpoints/runs/2026-11-21-2-core-epyc-79aac01"
-PLANNER_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-42ade13"
-PLANNER_ZEN5_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-zen5-12d50fb"
-PUBLIC_RUN = "planner/public_tables/runs/2026-11-26-2-core-epyc-zen5-240fd38"
+PLANNER_RUN = "planner/engines/runs/2026-11-28-2-core-epyc-zen3-57caac25"
+CONFIGURATIONS_RUN = "planner/engines/runs/2026-11-24-2-core-epyc-42ade13"
+"""Whose single configurations judge claims."""
+EARLIER_PLANNER_RUNS = {
+    "Zen 5": "planner/engines/runs/2026-11-27-2-core-epyc-zen5-44550df5",
+    "Zen 4": "planner/engines/runs/2026-11-27-2-core-epyc-zen4-5b495ce5",
+}
+PUBLIC_RUN = "planner/public_tables/runs/2026-11-28-2-core-epyc-zen3-4f1f4664"
 
 TIE = 0.05
 """Ratios within 5% of one are called a tie: two processes of one build on one machine differ by more."""
@@ -274,24 +279,37 @@ def predictions() -> str:
     cells = []
     for words, key in (pair for pair in names if pair[1] in rows):
         row = rows[key]
-        repeat = "" if number(row["repeat"]) is None else f"{row['repeat']}%"
         bar = row["bar (median)"].replace(" ", "%, ", 1)
-        cells.append([words, row["n"], f"{row['median']}%", f"{row['p90']}%", repeat, bar])
-    other = {(row["phase"], row["quantity"]): row for row in tables(PLANNER_ZEN5_RUN)[""]}
+        cells.append([words, row["n"], f"{row['median']}%", f"{row['p90']}%", bar])
     public = {row["rows"]: row["median error"] for row in tables(PUBLIC_RUN)["Without a model"]}
     engines = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang"}
     dense, experts = (
         ", ".join(f"{public[f'{kind} · {engine}']} for {name}" for engine, name in engines.items())
         for kind in ("dense", "experts")
     )
-    step, tpot = other["train", "step_time_s"]["median"], other["serve", "tpot_s"]["median"]
+    first = {
+        row["rows"].removesuffix(" · InferenceX"): row["median error"]
+        for row in tables(PUBLIC_RUN)["TTFT, with the front end of other batch sizes' rows"]
+        if row["rows"].endswith(" · InferenceX")
+    }
+    waits = ", ".join(f"{error} ({rows.replace(' · ', ', ')})" for rows, error in first.items())
+    for engine, name in engines.items():
+        waits = waits.replace(engine, name)
     return (
-        f"{grid(['predicted', 'measurements', 'median error', 'p90', 'what a repeat differs by', 'aim (median)'], cells)}\n\n"
-        f"Every configuration of the engine was measured twice. {_covered(PLANNER_RUN)} ({link(PLANNER_RUN)}, Zen 4). "
-        f"On Zen 5 a training step is off by {step}% and TPOT by {tpot}%: {_covered(PLANNER_ZEN5_RUN)} "
-        f"({link(PLANNER_ZEN5_RUN)}). On public measurements of models that the planner's constants were not fitted to, the "
-        f"median error of TPOT is, of dense models, {dense}; of mixtures of experts {experts} ({link(PUBLIC_RUN)})."
+        f"{grid(['predicted', 'measurements', 'median error', 'p90', 'aim (median)'], cells)}\n\n"
+        f"{_covered(PLANNER_RUN)} ({link(PLANNER_RUN)}, Zen 3). Earlier states of the planner were measured "
+        f"{' and '.join(map(_earlier, EARLIER_PLANNER_RUNS))}. "
+        "On public measurements of models that the planner's constants were not fitted to, the "
+        f"median error of TPOT is, of dense models, {dense}; of mixtures of experts {experts}. That of TTFT under "
+        f"loads that are known is {waits} ({link(PUBLIC_RUN)})."
     )
+
+
+def _earlier(processor: str) -> str:
+    run = EARLIER_PLANNER_RUNS[processor]
+    rows = {(row["phase"], row["quantity"]): row for row in tables(run)[""]}
+    step, tpot = rows["train", "step_time_s"]["median"], rows["serve", "tpot_s"]["median"]
+    return f"on {processor} (a training step off by {step}%, TPOT by {tpot}%; {link(run)})"
 
 
 def _covered(run: str) -> str:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from claims.claim import Case, Unit
-from measured import BENCHMARKS, INFERENCE_RUNS, PLANNER_RUN, QUALITY_RUNS, TRAINING_RUN, Row, all_tables, number
+from measured import BENCHMARKS, CONFIGURATIONS_RUN, INFERENCE_RUNS, QUALITY_RUNS, TRAINING_RUN, Row, all_tables, number
 
 SMALL, LARGE = "smollm-135m", "tinyllama-1.1b"
 SIZES = {SMALL: "135M", LARGE: "1.1B"}
@@ -131,7 +131,7 @@ def tails() -> tuple[Case, ...]:
 
 
 def _http() -> list[dict[str, Any]]:
-    return [row for row in lines(PLANNER_RUN) if row["phase"] == "http"]
+    return [row for row in lines(CONFIGURATIONS_RUN) if row["phase"] == "http"]
 
 
 def http_tails(latency: str, what: str) -> tuple[Case, ...]:
@@ -142,7 +142,7 @@ def http_tails(latency: str, what: str) -> tuple[Case, ...]:
         ratio = row["measured"][f"{latency}_p99_s"] / row["measured"][f"{latency}_median_s"]
         found.setdefault(f"{row['case']['sizes']['name']}, {users} user{'s' * (users != 1)}", []).append(ratio)
     return tuple(
-        _case(f"{name}: p99 over the median {what}", statistics.median(ratios), "x", PLANNER_RUN, "EPYC")
+        _case(f"{name}: p99 over the median {what}", statistics.median(ratios), "x", CONFIGURATIONS_RUN, "EPYC")
         for name, ratios in found.items()
     )
 
@@ -212,9 +212,9 @@ SIZE_LADDER = {
 
 def weights_saved(which: int, what: str) -> tuple[Case, ...]:
     """Bytes of the weights that the engine holds in bf16 over those in int8 (``which`` 1) or int4 (2)."""
-    held = {row["name"]: row["measured"]["weights_bytes"] for row in lines(PLANNER_RUN) if row["phase"] == "serve"}
+    held = {row["name"]: row["measured"]["weights_bytes"] for row in lines(CONFIGURATIONS_RUN) if row["phase"] == "serve"}
     return tuple(
-        _case(f"{model}: {what} against bf16, held", held[names[0]] / held[names[which]], "x", PLANNER_RUN, "EPYC")
+        _case(f"{model}: {what} against bf16, held", held[names[0]] / held[names[which]], "x", CONFIGURATIONS_RUN, "EPYC")
         for model, names in SIZE_LADDER.items()
     )
 
@@ -224,12 +224,12 @@ def weights_saved(which: int, what: str) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=1)
 def _trained() -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in lines(PLANNER_RUN) if row["phase"] == "train"}
+    return {row["name"]: row for row in lines(CONFIGURATIONS_RUN) if row["phase"] == "train"}
 
 
 def trained(name: str, what: str, unit: Unit, of: Callable[[dict[str, float]], float]) -> Case:
     """``of`` what was measured of one training configuration."""
-    return _case(f"{what} ({name})", of(_trained()[name]["measured"]), unit, PLANNER_RUN, "EPYC")
+    return _case(f"{what} ({name})", of(_trained()[name]["measured"]), unit, CONFIGURATIONS_RUN, "EPYC")
 
 
 FULL_STEPS = ("llama-384", "grouped-576-v16k", "llama-1024", "grouped-512", "deep-192")
@@ -303,7 +303,7 @@ def precision_speeds() -> tuple[Case, ...]:
             f"time of a token in fp32 over bf16 ({low})",
             _per_token(high, "step_time_s") / _per_token(low, "step_time_s"),
             "x",
-            PLANNER_RUN,
+            CONFIGURATIONS_RUN,
             "EPYC",
         )
         for low, high in PRECISION_PAIRS
@@ -316,7 +316,7 @@ def precision_memory() -> tuple[Case, ...]:
             f"activations of a token in bf16 over fp32 ({low})",
             _per_token(low, "activations_bytes") / _per_token(high, "activations_bytes"),
             "share",
-            PLANNER_RUN,
+            CONFIGURATIONS_RUN,
             "EPYC",
         )
         for low, high in PRECISION_PAIRS
@@ -330,7 +330,7 @@ def precision_peaks() -> tuple[Case, ...]:
         fewer, more = (_trained()[name]["measured"] for name in (high, low))
         surplus = more["activations_bytes"] * (1 - _tokens(high) / _tokens(low))
         ratio = (more["peak_memory_bytes"] - surplus) / fewer["peak_memory_bytes"]
-        found.append(_case(f"peak memory of the process in bf16 over fp32 ({low})", ratio, "share", PLANNER_RUN, "EPYC"))
+        found.append(_case(f"peak memory of the process in bf16 over fp32 ({low})", ratio, "share", CONFIGURATIONS_RUN, "EPYC"))
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from claims import runs
 from claims.catalogue import CLAIMS, all_claims, page
 from claims.claim import Case, Claim, Figure, quantity, verdict_of
 from claims.work import low_precision_weights
-from measured import BENCHMARKS, INFERENCE_RUNS, PLANNER_RUN, QUALITY_RUNS
+from measured import BENCHMARKS, CONFIGURATIONS_RUN, INFERENCE_RUNS, QUALITY_RUNS
 
 N_3B, N_8B, N_70B = 3_212_749_824, 8_030_261_248, 70_553_706_496
 """Parameters of Llama 3.2 3B, 3.1 8B and 3.1 70B as their model cards' safetensors count them."""
@@ -117,7 +117,7 @@ def test_the_speed_over_transformers_is_what_the_inference_runs_measured() -> No
 
 
 def test_the_gain_of_mixed_precision_and_the_split_of_a_step_are_what_the_training_runs_measured() -> None:
-    rows = {row["name"]: row for row in lines_of(PLANNER_RUN)}
+    rows = {row["name"]: row for row in lines_of(CONFIGURATIONS_RUN)}
     steps = {name: row["measured"] for name, row in rows.items() if row["phase"] == "train"}
 
     def of_token(name: str) -> float:

@@ -257,3 +257,10 @@ def test_a_front_end_delays_first_tokens_of_measured_engines_alone(llama_70b: Mo
     assert strategy_of(llama_70b, shape, load_hardware("rtx-4090")).front_end_s == 0
     with_experts = front_end_s("vllm", experts=True)
     assert strategy_of(mixtral, shape, H100).front_end_s == with_experts > front_end_s("vllm")
+
+
+def test_a_share_of_free_memory_leaves_more_than_one_of_all(llama_70b: ModelSpec) -> None:
+    """TensorRT-LLM's tenth that stays free is of what weights leave."""
+    of_all, of_free = (strategy_of(llama_70b, ServingShape(engine=name, tensor=8), H100) for name in ("vllm", "trtllm"))
+    taken = of_all.weights_bytes() + H100.process.resident_bytes
+    assert of_free.room_for_kv() - of_all.room_for_kv() == pytest.approx(0.1 * taken)

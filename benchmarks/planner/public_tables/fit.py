@@ -36,6 +36,7 @@ from twostroke.planner.serving.datasheet import CHUNK_TOKENS
 from twostroke.planner.serving.shape import Placement
 from twostroke.planner.serving.simulation import Simulated
 from twostroke.planner.serving.step_time import FITTED, HOST_EDGE, Efficiencies, Network, Part, Pass, one_pass
+from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION, SHARES_FREE_MEMORY
 from twostroke.planner.truth.intervals import EXPERTS, FILE, LEAST_RUNS, LEVEL, SERVED, read_ranges
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines"), str(Path(__file__).parents[2])]
@@ -74,7 +75,6 @@ SHORTEST = 0.8
 """InferenceX asks for lengths from 0.8 of the stated one to all of it (``--random-range-ratio 0.8``); other rows for equal
 ones."""
 
-MEMORY_SHARE = 0.9
 ACTIVATIONS_BYTES = 4e9
 
 
@@ -200,14 +200,16 @@ def running_requests(
     others take pages as it grows: half of the answer on average."""
     grown = 1.0 if row["backend"] == "trtllm" else 0.5
     length = int(row["isl"]) + grown * int(row["osl"])
-    return max(1.0, min(float(batch), cache_tokens(spec, scheme, at, width, hardware) / length))
+    return max(1.0, min(float(batch), cache_tokens(spec, scheme, at, width, hardware, row["backend"]) / length))
 
 
-def cache_tokens(spec: ModelSpec, scheme: str, at: Placement, width: float, hardware: Hardware) -> float:
+def cache_tokens(spec: ModelSpec, scheme: str, at: Placement, width: float, hardware: Hardware, engine: str) -> float:
     """Tokens that the KV cache of one copy holds."""
     head = 2 * step_time.head_matrix(spec).weights * 2.0 / at.tensor
     held = step_time.device_bytes(spec, scheme, at) / at.pipeline + head
-    room = MEMORY_SHARE * hardware.memory_bytes - held - ACTIVATIONS_BYTES
+    whole = hardware.memory_bytes - held - ACTIVATIONS_BYTES
+    shared = whole if engine in SHARES_FREE_MEMORY else hardware.memory_bytes
+    room = whole - (1 - GPU_MEMORY_UTILISATION) * shared
     shards = step_time.shards(spec, scheme, at)
     token = sum(s.count * (s.cache_elements + s.index_elements) for s in shards) * width / at.pipeline
     return max(0.0, at.attention_groups * room / token)
@@ -582,7 +584,7 @@ def simulated_loads(rows: Sequence[Row], of: Callable[[str, str], Efficiencies],
     known = [r for r in rows if r.mode == "agg" and not r.hits]
     found = {}
     for row in known[:: max(1, len(known) // n)]:
-        held = cache_tokens(row.spec, row.precision, row.at, row.width, row.hardware)
+        held = cache_tokens(row.spec, row.precision, row.at, row.width, row.hardware, row.engine)
         try:
             found[row.id] = (row, simulated(row, of(row.engine, row.system), held))
         except CapacityError as error:
