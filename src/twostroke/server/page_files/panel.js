@@ -40,11 +40,10 @@ function show(series) {
   $("figures").replaceChildren(
     stat("running", count(one("requests_running")), one("requests_running") === 1 ? "request" : "requests"),
     stat("waiting", count(one("requests_waiting")), one("requests_waiting") === 1 ? "request" : "requests"),
-    stat("KV cache", one("kv_pages") ? `${(100 * one("kv_pages_used") / one("kv_pages")).toFixed(0)}%` : "–", `${count(one("kv_pages_cached"))} pages kept for prefixes`),
-    stat("tokens a second", count(speed), most ? `${count(most)} at most` : ""),
+    stat("KV cache", one("kv_pages") ? `${(100 * one("kv_pages_used") / one("kv_pages")).toFixed(0)}%` : "–", `${count(one("kv_pages_cached"))} ${one("kv_pages_cached") === 1 ? "page" : "pages"} kept for prefixes`),
+    stat("tokens a second", count(speed), `${count(most)} at the peak`),
     stat("first token", seconds(mean("ttft")), ...beside("ttft")),
     stat("each next one", seconds(mean("tpot")), ...beside("tpot")));
-  $("speed").hidden = !most;
   $("speed").querySelector("polyline").setAttribute("points",
     speeds.map((value, i) => `${(120 - 2 * (speeds.length - 1 - i)).toFixed(1)},${(23 - 22 * value / (most || 1)).toFixed(1)}`).join(" "));
   const shape = series.twostroke_predicted_seconds?.[0][0];
