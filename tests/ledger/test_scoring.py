@@ -149,3 +149,9 @@ def test_no_line_is_wider_than_a_terminal() -> None:
     for text in (runs_text([run]), run_text(run, rows, attributions), scores_text(summarise([run]), pool([run]))):
         assert max(map(len, text.split("\n"))) <= WIDTH, text
     assert "forward_s" in run_text(run, rows, attributions)
+    narrow = runs_text([run], 80).split("\n")
+    assert max(map(len, narrow)) <= 80
+    assert [line.split()[0] for line in narrow] == ["run", "predicted", run.run_id, "step_time_s"]
+    assert narrow[2].endswith("/a/very/long/subject")
+    _, inputs_and_notes = run_text(run, rows, attributions, 80).split("inputs\n")
+    assert all(len(line) <= 80 or " " not in line.strip() for line in inputs_and_notes.split("\n"))  # a long word stays whole
