@@ -386,6 +386,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, adapted: Served, p
         page.goto(adapted.url)
         page.locator("#key-form").wait_for()
         assert page.evaluate("document.activeElement.id") == "key"
+        assert page.locator("#server").inner_text().split("\n")[-1] == "The server shows its figures to those who have a key."
         for key, sentence in (("no key", "has printable ASCII characters and no space"), ("guess", "does not accept this key")):
             page.locator("#key").fill(key)
             page.keyboard.press("Enter")

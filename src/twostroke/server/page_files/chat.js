@@ -61,6 +61,7 @@ function showState(word) {
 
 function askKey() {
   showState("key needed");
+  $("figures-note").textContent = "The server shows its figures to those who have a key.";
   $("forget-key").hidden = true;
   if (!$("key-form").hidden) return;
   $("key-form").hidden = false;

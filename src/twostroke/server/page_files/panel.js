@@ -44,6 +44,7 @@ function show(series) {
     stat("tokens a second", count(speed), `${count(most)} at the peak`),
     stat("first token", seconds(mean("ttft")), ...beside("ttft")),
     stat("each next one", seconds(mean("tpot")), ...beside("tpot")));
+  $("speed").hidden = false;
   $("speed").querySelector("polyline").setAttribute("points",
     speeds.map((value, i) => `${(120 - 2 * (speeds.length - 1 - i)).toFixed(1)},${(23 - 22 * value / (most || 1)).toFixed(1)}`).join(" "));
   const shape = series.twostroke_predicted_seconds?.[0][0];
