@@ -28,6 +28,7 @@ def test_bytes(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (0, "0 s"),
         (4.2e-4, "420 µs"),
         (0.25, "250 ms"),
         (59, "59 s"),

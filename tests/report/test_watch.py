@@ -189,3 +189,5 @@ def test_nothing_of_the_live_page_is_cut_off(
         print(f"screenshot: {picture}")
         assert page.evaluate(FAULTS) == []
         assert page.evaluate(CONTRAST) == []
+        measured = page.locator("#table td:nth-child(3)").first.bounding_box()
+        assert measured["x"] + measured["width"] < width  # without scrolling the table

@@ -26,6 +26,8 @@ def format_seconds(seconds: float) -> str:
     """``0.00042`` → ``420 µs``, ``93`` → ``1 min 33 s``, ``90000`` → ``1 d 1.0 h``, ``1e6`` → ``11.6 d``."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{_three(seconds * 1e6)} µs"
     if seconds < 1:

@@ -17,7 +17,7 @@ export function parse(text) {
 }
 
 const figures = x => String(Number(x.toPrecision(3)));
-export const seconds = x => x == null ? "–" : x < 1e-3 ? `${figures(1e6 * x)} µs` : x < 1 ? `${figures(1e3 * x)} ms` : `${figures(x)} s`;
+export const seconds = x => x == null ? "–" : x === 0 ? "0 s" : x < 1e-3 ? `${figures(1e6 * x)} µs` : x < 1 ? `${figures(1e3 * x)} ms` : `${figures(x)} s`;
 const count = x => x >= 1e6 ? `${figures(x / 1e6)}M` : x >= 1e4 ? `${figures(x / 1e3)}k` : figures(x);
 
 const speeds = [];
