@@ -39,10 +39,14 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def shown(browser: Any, url: str, width: int, height: int, scheme: str = "light", expected: str | None = None) -> Iterator[Any]:
+def shown(
+    browser: Any, url: str, width: int, height: int, scheme: str = "light", expected: str | None = None, touch: bool = False
+) -> Iterator[Any]:
     """The page at ``url``; afterwards whatever it wrote to the console as a warning or an error fails the test, unless it holds
     ``expected``, as the browser's own line of a request that was refused."""
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=touch, is_mobile=touch
+    )
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)

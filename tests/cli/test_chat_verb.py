@@ -14,7 +14,7 @@ import pytest
 
 from real_model import make_model
 from twostroke.cli.chat.conversation import NEXT_SPEAKER, Answer, Conversation, Message, harmless
-from twostroke.cli.chat.terminal import Chat
+from twostroke.cli.chat.terminal import Chat, _told
 from twostroke.cli.main import main
 from twostroke.core.errors import InputError
 from twostroke.data.chat import render_chat
@@ -145,3 +145,8 @@ def test_a_conversation_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_what_a_terminal_would_obey_is_replaced() -> None:
     assert harmless("a\x1b[2J\r\x9b1A\x07\tb\né🙂") == "a�[2J��1A�\tb\né🙂"
+
+
+def test_the_rate_of_a_fast_answer_has_no_exponent() -> None:
+    answer = Answer("text", "stop", output_tokens=2001, ttft_s=0.002, elapsed_s=1.002)
+    assert _told(answer) == "[2001 tokens, first after 2 ms, then 2k a second]"

@@ -9,7 +9,7 @@ import torch
 
 from small_models import saved
 from twostroke.cli import console
-from twostroke.cli.console import LINE_EVERY_S, progress
+from twostroke.cli.console import LINE_EVERY_S, emit, folded, progress
 from twostroke.interop.import_model import CheckedState
 from twostroke.quantization.convert import quantize_model
 
@@ -75,3 +75,33 @@ def test_quantising_names_no_weights(tmp_path: Path) -> None:
     quantize_model(source, tmp_path / "out", progress=lambda done, note: notes.append(note))
     assert notes
     assert not any("weight" in note or "layers" in note for note in notes)
+
+
+def test_a_long_line_goes_on_below_its_last_column() -> None:
+    table = "TTFT    6.2 ms  time to first token, from the request to its first chunk\nshort\n\nend  1"
+    assert folded(table, 50).split("\n") == [
+        "TTFT    6.2 ms  time to first token, from the",
+        "                request to its first chunk",
+        "short",
+        "",
+        "end  1",
+    ]
+    assert folded("  a sentence without columns that is long", 24).split("\n") == [
+        "  a sentence without",
+        "    columns that is long",
+    ]
+    assert folded("run        " + "/a/path/without/a/space" * 4, 60) == "run        " + "/a/path/without/a/space" * 4
+
+
+def test_a_terminal_folds_and_a_pipe_and_a_models_text_do_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "word " * 19 + "word"
+    emit({}, text, as_json=False)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True)
+    emit({}, text, as_json=False, verbatim=True)
+    assert capsys.readouterr().out == f"{text}\n"
+    emit({}, text, as_json=False)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40

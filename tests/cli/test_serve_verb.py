@@ -167,6 +167,7 @@ def test_it_says_when_it_is_ready_records_what_it_measured_and_exits_0(model: Pa
     assert line.startswith("serving mine (")
     assert "http://127.0.0.1:" in line
     assert "ready in" in line
+    assert line.endswith("/ is a page to chat with it\n")
     assert output == ""
     (run,) = Ledger(twostroke_home / "ledger.sqlite").runs("serve")
     assert run.status == "finished"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from twostroke.core.units import (
@@ -26,6 +28,7 @@ def test_bytes(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        (0, "0 s"),
         (4.2e-4, "420 µs"),
         (0.25, "250 ms"),
         (59, "59 s"),
@@ -51,6 +54,13 @@ def test_counts(value: float, text: str) -> None:
 )
 def test_money(value: float, text: str) -> None:
     assert format_money(value) == text
+
+
+@pytest.mark.parametrize("show", [format_bytes, format_seconds, format_count, format_energy, format_mass])
+def test_what_rounds_to_a_thousand_has_no_exponent(show: Callable[[float], str]) -> None:
+    for bound in (1e-6, 1e-3, 1.0, *(1000.0**n * 1024**m for n in range(1, 5) for m in range(5))):
+        for value in (0.9994 * bound, 0.9996 * bound, bound, 999.6 * bound):
+            assert "e+" not in show(value)
 
 
 def test_energy_and_mass_are_shown_in_units_that_need_no_exponent() -> None:

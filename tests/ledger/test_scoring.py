@@ -100,7 +100,7 @@ def test_texts_line_up_and_say_when_there_is_nothing() -> None:
         ("peak_memory_bytes", (2**30, 2**29, 3 * 2**30), "1 GiB [0.5–3]"),
         ("train_tok_per_s", (31400.0, 22100.0, 34700.0), "31.4k tok/s [22.1–34.7]"),
         ("energy_kwh", (8e-5, 6e-5, 1.2e-4), "80 mWh [60–120]"),
-        ("data_s", (0.0, 0.0, 0.0), "0 µs [0 µs–0 µs]"),
+        ("data_s", (0.0, 0.0, 0.0), "0 s [0 s–0 s]"),
         ("step_time_s", (1.0, None, None), "1 s"),
         ("step_time_s", (None, None, None), "–"),
     ],
@@ -149,3 +149,9 @@ def test_no_line_is_wider_than_a_terminal() -> None:
     for text in (runs_text([run]), run_text(run, rows, attributions), scores_text(summarise([run]), pool([run]))):
         assert max(map(len, text.split("\n"))) <= WIDTH, text
     assert "forward_s" in run_text(run, rows, attributions)
+    narrow = runs_text([run], 80).split("\n")
+    assert max(map(len, narrow)) <= 80
+    assert [line.split()[0] for line in narrow] == ["run", "predicted", run.run_id, "step_time_s"]
+    assert narrow[2].endswith("/a/very/long/subject")
+    _, inputs_and_notes = run_text(run, rows, attributions, 80).split("inputs\n")
+    assert all(len(line) <= 80 or " " not in line.strip() for line in inputs_and_notes.split("\n"))  # a long word stays whole

@@ -80,6 +80,15 @@ def test_the_page_shows_prediction_measurement_and_error_and_loads_nothing(tmp_p
     assert "@import" not in style
 
 
+def test_a_run_without_a_prediction_shows_what_was_measured_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l.sqlite")
+    ledger.measure(ledger.freeze("train", "model", {}, {}), {"step_time_s": 0.4, "train_tok_per_s": 150.0})
+    html = write_report(tmp_path / "r.html", ledger).read_text()
+    assert "<th></th><th>measured</th></tr>" in html
+    assert '<td>step_time_s</td><td class="value">400 ms</td></tr>' in html
+    assert "<code>twostroke calibrate</code>" in html  # of a sentence with `backticks`, as on a terminal
+
+
 def test_plotlys_script_is_there_once_and_the_page_stays_below_six_megabytes(tmp_path: Path) -> None:
     html = write_report(tmp_path / "r.html", ledger_with_runs(tmp_path)).read_text()
     assert html.count("plotly.js v") == 1

@@ -85,6 +85,16 @@ def test_nothing_is_cut_off_and_all_is_legible(
         assert page.evaluate(CONTRAST) == []
 
 
+def test_a_number_of_a_table_stays_on_a_line_with_its_unit(browser: Any, report: Path) -> None:
+    with shown(browser, report.as_uri(), *SIZES[1]) as page:
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        folded = """nodes => nodes.map(node => { const range = document.createRange(); range.selectNodeContents(node);
+            return [node.textContent, new Set([...range.getClientRects()].map(box => box.top)).size]; })
+            .filter(each => each[1] > 1)"""
+        assert page.locator("td.value").count() > 50
+        assert page.locator("td.value").evaluate_all(folded) == []
+
+
 def test_a_card_is_one_number_and_one_line_until_it_is_unfolded(browser: Any, report: Path) -> None:
     with shown(browser, report.as_uri(), *SIZES[0]) as page:
         cards = page.locator(".card").all()

@@ -18,7 +18,8 @@ def line(step: int, **more: Any) -> str:
         "step": step, "loss": 8.0 - 0.01 * step, "grad_norm": 1.0, "learning_rate": 1e-3, "tok_per_s": 1000.0, "mfu": 0.25,
         "memory_bytes": 2**28, "peak_memory_bytes": 2**29, "step_time_s": 0.5, "forward_s": 0.1, "backward_s": 0.2,
         "optimizer_s": 0.1, "data_s": 0.05, "data_wait_share": 0.1, "elapsed_s": 0.6 * step, "tokens": 512 * step,
-        "epoch": 0.1, "warm_up": step <= 3, "skipped": None, "block_grad_norms": {"embed": 0.5, "blocks.0": 0.25},
+        "epoch": 0.1, "warm_up": step <= 3, "skipped": None, "sent_bytes": 0,
+        "block_grad_norms": {"embed": 0.5, "blocks.0": 0.25},
     }  # fmt: skip
     return json.dumps(values | more) + "\n"
 
@@ -165,6 +166,17 @@ def test_a_run_that_was_killed_is_called_quiet(tmp_path: Path) -> None:
     shown = state(RunReader(tmp_path))
     assert shown["status"] == "quiet"
     assert shown["age_s"] == pytest.approx(300, abs=5)
+
+
+def test_a_run_that_never_took_a_step_is_called_quiet(tmp_path: Path) -> None:
+    begin_run(tmp_path)
+    ago = time.time() - 7200
+    os.utime(tmp_path / "recipe.json", (ago, ago))
+    shown = state(RunReader(tmp_path))
+    assert (shown["status"], shown["sentence"]) == (
+        "quiet",
+        "No step has been logged in the 2 h 0 min since the run began: it may have been stopped.",
+    )
 
 
 def test_skipped_steps_scores_diagnostics_samples_and_checkpoints_are_found(tmp_path: Path) -> None:

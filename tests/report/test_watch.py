@@ -161,6 +161,22 @@ def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(browser: Any, wat
     assert "&lt;/script&gt;&lt;script&gt;" in html
 
 
+def test_without_a_prediction_a_phone_shows_what_was_measured(browser: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_id = begin_run(run)
+    (run / "recipe.json").write_text((run / "recipe.json").read_text().replace(run_id, "of-another-ledger"))
+    append(run, "".join(line(step) for step in range(1, 9)))
+    server = WatchServer(run, 0)
+    with shown(browser, server.url, *SIZES[1]) as page:
+        page.locator("#plot-wait svg").wait_for()
+        assert page.locator("#table-title").inner_text() == "Measured"
+        row = page.locator("#table tr", has_text="step_time_s")
+        assert row.inner_text().split() == ["step_time_s", "500", "ms"]
+        assert page.locator("#table-section .scroll").evaluate("node => node.scrollWidth <= node.clientWidth")
+        assert page.locator("#plot-held").is_hidden()  # nothing was scored, and bytes that were sent are no score
+    server.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_nothing_of_the_live_page_is_cut_off(
@@ -173,3 +189,5 @@ def test_nothing_of_the_live_page_is_cut_off(
         print(f"screenshot: {picture}")
         assert page.evaluate(FAULTS) == []
         assert page.evaluate(CONTRAST) == []
+        measured = page.locator("#table td:nth-child(3)").first.bounding_box()
+        assert measured["x"] + measured["width"] < width  # without scrolling the table

@@ -56,6 +56,12 @@ def ask(page: Any, text: str, **fields: object) -> None:
     page.locator("#text").press("Enter")
 
 
+def open_panels(page: Any) -> None:
+    for summary in page.locator("summary").all():
+        if not summary.evaluate("node => node.parentElement.open"):
+            summary.click()
+
+
 def answers(page: Any, n: int) -> list[str]:
     """Texts of the ``n`` answers, once they have ended."""
     # Not wait_for_function, which evaluates text in the page: its policy forbids that.
@@ -159,6 +165,64 @@ def test_what_was_said_and_what_was_set_is_sent(page: Any) -> None:
     assert "top_p" not in body  # what is not set is left to the server
 
 
+def test_a_touch_shows_a_token(browser: Any, adapted: Served) -> None:
+    with shown(browser, adapted.url, *SIZES[1], touch=True) as page:
+        page.locator("#status.ready").wait_for()
+        open_panels(page)
+        ask(page, "the fox", max_tokens=20)
+        (text,) = answers(page, 1)
+        page.locator(".t").nth(2).tap()
+        assert page.locator("#tip").is_visible()
+        assert page.locator("#tip").inner_text().startswith(f"{text[2]} had 60.7%")
+        page.locator(".asked").tap()
+        assert page.locator("#tip").is_hidden()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_nothing_is_shown_behind_the_composer(browser: Any, adapted: Served, width: int, height: int) -> None:
+    """It covers the window's end: the answer that is written and whatever has the focus lie above it."""
+    with shown(browser, adapted.url, width, height) as page:
+        page.locator("#status.ready").wait_for()
+        open_panels(page)
+        top = page.locator("#composer").evaluate("node => node.getBoundingClientRect().top")
+        ask(page, "short", max_tokens=5)
+        answers(page, 1)
+        if width > 860:  # a phone has its panels above
+            assert page.evaluate("scrollY") == 0  # a conversation that fits does not move the page
+        streamed(page, ["paragraph\n\n"] * 30)
+        ask(page, "long")
+        answers(page, 2)
+        ask(page, "last")
+        answers(page, 3)
+        bottom = page.locator(".foot").last.evaluate("node => node.getBoundingClientRect().bottom")
+        assert bottom <= top
+        page.evaluate("scrollTo(0, 0)")
+        page.locator(".asked button").first.focus()
+        for _ in range(8):
+            page.keyboard.press("Tab")
+            bottom = page.evaluate("document.activeElement.getBoundingClientRect().bottom")
+            is_answer = page.evaluate(
+                "document.activeElement.matches('.text, #composer *')"
+            )  # an answer may be higher than the window
+            assert is_answer or bottom <= top
+
+
+def test_a_model_that_has_to_be_loaded_says_so(browser: Any, adapted: Served) -> None:
+    with shown(browser, "about:blank", *SIZES[0]) as page:
+        model = {"id": "echo", "max_model_len": 4096, "chat_template": True, "state": "unloaded"}
+        page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [model]})))
+        held: list[Any] = []
+        page.route("**/v1/chat/completions", lambda route: held.append(route))
+        page.goto(adapted.url)
+        page.locator("#status.ready").wait_for()
+        ask(page, "the fox", max_tokens=5)
+        page.locator(".foot", has_text="The model is loaded first.").wait_for()
+        page.screenshot()  # lets the held route arrive
+        held[0].continue_()
+        answers(page, 1)
+        assert "loaded first" not in page.locator(".foot").inner_text()
+
+
 def test_an_answer_is_stopped_and_the_server_hears_of_it(page: Any, adapted: Served) -> None:
     ask(page, "at length")
     page.locator(".answer .t").nth(5).wait_for()
@@ -254,7 +318,7 @@ def test_failures_are_sentences(browser: Any, adapted: Served) -> None:
         assert page.locator("#composer-error").inner_text() == "The message is empty."
         ask(page, "hot", temperature=5)
         answers(page, 1)
-        assert "Temperature" in page.locator(".answer .error").inner_text()
+        assert page.locator(".answer .error").inner_text() == "Temperature must be at most 2."
         page.locator("[data-field=temperature]").fill("")
         for end, sentence in (
             ('data: {"error": {"message": "the engine was lost."}}\n\n', "The engine was lost."),
@@ -303,6 +367,11 @@ def test_figures_stand_beside_what_was_predicted(browser: Any, adapted: Served, 
         assert re.search(r"running\s+2\s.*waiting\s+1\s.*KV cache\s+25%\s+30 pages", figures, re.DOTALL)
         assert "one request at a time of 512 + 128 tokens" in page.locator("#figures-note").inner_text()
         page.screenshot(path=pictures / "chat-figures.png")
+    with shown(browser, adapted.url, *SIZES[0], expected="Failed to load resource") as page:
+        page.locator("#status.ready").wait_for()
+        page.route("**/metrics", lambda route: route.abort())
+        page.locator("#status", has_text="not connected").wait_for()
+        assert "These figures are the last that came." in page.locator("#figures-note").inner_text()
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, adapted: Served, pictures: Path) -> None:
@@ -317,6 +386,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, adapted: Served, p
         page.goto(adapted.url)
         page.locator("#key-form").wait_for()
         assert page.evaluate("document.activeElement.id") == "key"
+        assert page.locator("#server").inner_text().split("\n")[-1] == "The server shows its figures to those who have a key."
         for key, sentence in (("no key", "has printable ASCII characters and no space"), ("guess", "does not accept this key")):
             page.locator("#key").fill(key)
             page.keyboard.press("Enter")
@@ -358,9 +428,7 @@ def test_nothing_of_the_page_is_cut_off(browser: Any, pictures: Path, adapted: S
         page.locator("#status.ready").wait_for()
         page.screenshot(path=pictures / f"chat-{width}-empty.png", full_page=True)
         assert page.evaluate(FAULTS) == []
-        for summary in page.locator("summary").all():
-            if not summary.evaluate("node => node.parentElement.open"):
-                summary.click()
+        open_panels(page)
         page.locator("#shade").check()
         page.locator("#beside").select_option("shifted")
         ask(page, "Which of the two is " + "long" * 40 + "?", max_tokens=60)

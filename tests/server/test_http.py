@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -171,6 +172,18 @@ def test_refused_requests_are_json_too(
     response = web.request(method, path, content=content, headers=headers)
     assert response.status_code == status
     assert response.json()["error"]["message"]
+
+
+def test_refusals_state_the_rule(web: httpx.Client) -> None:
+    def said(path: str, body: dict[str, object]) -> str:
+        return str(web.post(f"/v1/{path}", json=body).json()["error"]["message"])
+
+    for value, sentence in ((-1, "temperature must be at least 0."), (5, "temperature must be at most 2.")):
+        assert said("completions", BODY | {"temperature": value}) == sentence
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5000}
+    assert re.search(
+        r"the messages have \d+, and the answer may have 5000\. Shorten one of them", said("chat/completions", chat)
+    )
 
 
 def test_a_loopback_server_without_a_key_answers_to_no_foreign_name(web: httpx.Client) -> None:

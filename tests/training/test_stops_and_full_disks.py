@@ -67,6 +67,7 @@ def test_a_signal_before_the_first_step_of_a_process_stops_at_once(
         patch.setattr(TrainStep, "forward_backward", compiling)
         with pytest.raises(Interrupted, match=f"stopped before step {at + 1} was done, so nothing is lost"):
             train(recipe, resume=at > 0)
+    assert Ledger().runs()[0].status == "interrupted"
     assert_same_run(train(recipe, resume=True), whole)
 
 

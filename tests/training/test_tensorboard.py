@@ -34,6 +34,7 @@ def test_every_logged_number_is_read_back(make_recipe) -> None:
         "train/loss": "loss",
         "train/learning rate": "learning_rate",
         "speed/tokens per second": "tok_per_s",
+        "speed/bytes sent": "sent_bytes",
     }.items():
         assert [e.step for e in events.Scalars(tag)] == [1, 2, 3]
         # stored as 32-bit floats

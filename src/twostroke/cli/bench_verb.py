@@ -34,7 +34,7 @@ def root() -> None:
     """Send load and measure latency and throughput."""
 
 
-@app.command(name="serve")
+@app.command(name="serve", short_help="Send load to a server and measure its latencies.")
 @with_engine_options
 def bench_serve(
     model: Path | None = typer.Argument(
@@ -216,7 +216,7 @@ def bench_serve(
         raise failure
 
 
-@app.command(name="offline")
+@app.command(name="offline", short_help="Measure prefill and decode of the engine alone.")
 @with_engine_options
 def bench_offline(
     model: Path = typer.Argument(help="Model directory, the output of a training run, or a GGUF file."),

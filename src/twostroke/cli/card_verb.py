@@ -37,7 +37,7 @@ def card(
     found = model_card(directory, Ledger())
     text = found.text()
     if output is None:
-        emit(found, text, as_json)
+        emit(found, text, as_json, verbatim=True)
         return
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: the folder {output.parent} does not exist.")

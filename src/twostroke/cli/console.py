@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from twostroke.core.data_recipe import REUSED
 from twostroke.core.described import plain
 from twostroke.core.units import format_seconds
 
 JSON_HELP = "Print one JSON document on stdout; progress and logs go to stderr."
+
+_GAPS = re.compile(r"(?<=\S)  +(?=\S)")
+"""The gaps between columns of a table."""
 
 LINE_EVERY_S = 10.0
 """If stderr is a file or a pipe, long work prints a line at most this often: a log is read afterwards."""
@@ -27,9 +33,37 @@ def terminal_width() -> int:
     return min(120, max(80, shutil.get_terminal_size((120, 24)).columns))
 
 
-def emit(document: object, text: str, as_json: bool) -> None:
-    """Print the result of a command: ``document``, plain data or objects, as JSON, or ``text`` for people."""
-    print(json.dumps(plain(document), indent=1, default=str) if as_json else text, flush=True)
+def emit(document: object, text: str, as_json: bool, verbatim: bool = False) -> None:
+    """Print the result of a command: ``document``, plain data or objects, as JSON, or ``text`` for people. On a terminal
+    lines that are longer than it are folded, unless ``text`` is ``verbatim``."""
+    if as_json:
+        text = json.dumps(plain(document), indent=1, default=str)
+    elif not verbatim:
+        text = _fitted(text, sys.stdout)
+    print(text, flush=True)
+
+
+def _fitted(text: str, stream: TextIO) -> str:
+    return folded(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+
+
+def folded(text: str, width: int) -> str:
+    """``text`` with no line of over ``width`` columns that has a space to break at. A line goes on below its last column of
+    a table, if that is wide enough to read (24), else two columns further in than it began."""
+    return "\n".join(part for line in text.split("\n") for part in _parts(line, width))
+
+
+def _parts(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    began = len(line) - len(line.lstrip())
+    columns = [gap.end() for gap in _GAPS.finditer(line) if gap.end() <= width - 24]
+    indent = columns[-1] if columns else began + 2
+    if " " not in line[max(columns, default=began) :].strip():
+        return [line]  # one long path: on a line of its own it would be as long
+    fold = textwrap.TextWrapper(width, initial_indent=line[:began], subsequent_indent=" " * indent, break_on_hyphens=False,
+                                break_long_words=False, replace_whitespace=False)  # fmt: skip
+    return fold.wrap(line[began:])
 
 
 def emit_error(sentence: str, as_json: bool, is_told: bool = False) -> None:
@@ -37,12 +71,12 @@ def emit_error(sentence: str, as_json: bool, is_told: bool = False) -> None:
     if as_json:
         print(json.dumps({"error": sentence}), flush=True)
     if not is_told:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print(_fitted(f"error: {sentence}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def log(line: str) -> None:
-    """Print one plain line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print one plain line on stderr, folded on a terminal that is narrower."""
+    print(_fitted(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 @contextmanager

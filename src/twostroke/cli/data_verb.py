@@ -29,7 +29,7 @@ def data() -> None:
     """Prepare text into token shards, and look at them."""
 
 
-@app.command()
+@app.command(short_help="Choose captured chats by their ratings.")
 def rated(
     folder: Path = typer.Argument(help="Folder of `serve --capture`."),
     out: Path = typer.Argument(help="The .jsonl file to write."),
@@ -189,7 +189,7 @@ def show(
         )
         marked = prepared.holds_conversations
         lines.append("".join(f"«{text}»" if learned and marked else text for text, learned in e.parts).rstrip("\n"))
-    emit(document, "\n".join(lines), as_json)
+    emit(document, "\n".join(lines), as_json, verbatim=True)
 
 
 _REASONS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from twostroke.cli.console import JSON_HELP, emit
+from twostroke.cli.console import JSON_HELP, emit, terminal_width
 from twostroke.core.described import plain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Predictions and measurements of every run.")
@@ -34,10 +34,10 @@ def list_runs(
     from twostroke.ledger.text import runs_text
 
     runs = Ledger(path).runs(kind, limit)
-    emit({"runs": runs}, runs_text(runs), as_json)
+    emit({"runs": runs}, runs_text(runs, terminal_width()), as_json)
 
 
-@app.command()
+@app.command(short_help="Show a run: predicted beside measured, inputs, notes.")
 def show(
     run: str = typer.Argument(help=RUN_HELP),
     path: Path = LEDGER,
@@ -52,10 +52,10 @@ def show(
     found = Ledger(path).get(run)
     rows, attributions = compare_run(found), attribute(found)
     document = {**plain(found), "attribution": attributions}
-    emit(document, run_text(found, rows, attributions), as_json)
+    emit(document, run_text(found, rows, attributions, terminal_width()), as_json)
 
 
-@app.command()
+@app.command(short_help="How good predictions were: a run's, or all of them.")
 def compare(
     run: str | None = typer.Argument(None, help=RUN_HELP + " Without it: how good all predictions were."),
     kind: str = typer.Option(None, help="Without a run: only runs of this kind."),
@@ -86,7 +86,7 @@ def compare(
     emit(document, comparison_text(found, rows, attributions), as_json)
 
 
-@app.command()
+@app.command(short_help="Correct this machine's calibrated times by its own runs.")
 def fit(
     undo: bool = typer.Option(False, "--undo", help="Remove the corrections: plans are as calibration made them."),
     path: Path = LEDGER,
@@ -126,7 +126,7 @@ def fit(
     emit({"fits": documents}, fits_text(fits, stored), as_json)
 
 
-@app.command()
+@app.command(short_help="Write one HTML page of predictions and measurements.")
 def report(
     out: Path = typer.Option(Path("report.html"), help="File to write."),
     path: Path = LEDGER,

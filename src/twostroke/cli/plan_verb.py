@@ -10,7 +10,14 @@ import typer
 
 from twostroke.core.errors import did_you_mean
 
-PLANS = ("train", "serve", "compare", "crossover", "search")
+PLANS = {
+    "train": "What a training run takes: memory, time, energy, money.",
+    "serve": "What serving takes: memory, latency, throughput, money.",
+    "compare": "Training beside prefill beside decode, phase by phase.",
+    "crossover": "When serving has cost more than training did.",
+    "search": "Rank devices, counts, layouts, precisions and batches.",
+}
+"""Plans in the order of the list, each with its line."""
 
 
 @lru_cache(maxsize=len(PLANS))
@@ -18,7 +25,9 @@ def _command(name: str) -> Any:
     """The command of one plan, which alone is built: its options take a tenth of a plan's time."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     alone.command(name)(getattr(importlib.import_module(f"twostroke.cli.plan.{name}"), name))
-    return typer.main.get_command(alone)
+    command = typer.main.get_command(alone)
+    command.short_help = PLANS[name]
+    return command
 
 
 class PlanGroup(typer.core.TyperGroup):

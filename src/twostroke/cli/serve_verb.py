@@ -268,7 +268,8 @@ def serve(
                     line += f", and when asked for {', '.join(models.directories)}"
                 for note in ready.notes:
                     log(note)
-                emit(document, f"{line}, ready in {format_seconds(started.startup_s)}", as_json)
+                said = f"{line}, ready in {format_seconds(started.startup_s)}; {started.url}/ is a page to chat with it"
+                emit(document, said, as_json)
 
             totals = serve_model(settings, listener, child, announce, choice)
         finally:

@@ -17,7 +17,7 @@ def tokenizer() -> None:
     """Train a byte-level BPE tokenizer."""
 
 
-@app.command()
+@app.command(short_help="Train byte-level BPE on text: a tokenizer.json.")
 def train(
     sources: list[str] = typer.Argument(help='Files, folders, globs (.txt .md .py .jsonl .jsonl.gz) or "stdlib".'),
     vocab_size: int = typer.Option(4096, help="Entries, at least 257: 256 bytes and one end-of-text."),

@@ -7,24 +7,31 @@ GIB = 2**30
 MIB = 2**20
 
 
+def _three(value: float) -> str:
+    """Three significant digits, and whole numbers from what rounds to a thousand on, where ``g`` would write 1e+03."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def format_bytes(n_bytes: float) -> str:
     """``1234567890`` → ``1.15 GiB``; binary units, three significant digits."""
     value = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{_three(value)} {unit}"
         value /= 1024
-    return f"{value:.3g} TiB" if value < 1000 else f"{value:.0f} TiB"
+    return f"{_three(value)} TiB"
 
 
 def format_seconds(seconds: float) -> str:
     """``0.00042`` → ``420 µs``, ``93`` → ``1 min 33 s``, ``90000`` → ``1 d 1.0 h``, ``1e6`` → ``11.6 d``."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
+        return f"{_three(seconds * 1e6)} µs"
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{_three(seconds * 1e3)} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
     if seconds < 3600:
@@ -40,8 +47,8 @@ def format_count(n: float) -> str:
     """``12_200_000`` → ``12.2M``; decimal prefixes, three significant digits."""
     for bound, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= bound:
-            return f"{n / bound:.3g}{suffix}"
-    return f"{n:.3g}"
+            return f"{_three(n / bound)}{suffix}"
+    return _three(n)
 
 
 def format_parameters(n: float) -> str:
@@ -57,7 +64,7 @@ def format_flop_rate(flop_per_s: float) -> str:
 
 def _digits(value: float) -> str:
     """Three digits, and whole numbers from a thousand on."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def format_energy(kwh: float) -> str:
@@ -65,7 +72,7 @@ def format_energy(kwh: float) -> str:
     for least, unit, factor in ((0.1, "kWh", 1), (1e-4, "Wh", 1e3)):
         if abs(kwh) >= least:
             return f"{_digits(kwh * factor)} {unit}"
-    return f"{kwh * 1e6:.3g} mWh"
+    return f"{_three(kwh * 1e6)} mWh"
 
 
 def format_mass(kg: float) -> str:
@@ -73,7 +80,7 @@ def format_mass(kg: float) -> str:
     for least, unit, factor in ((0.1, "kg", 1), (1e-4, "g", 1e3)):
         if abs(kg) >= least:
             return f"{_digits(kg * factor)} {unit}"
-    return f"{kg * 1e6:.3g} mg"
+    return f"{_three(kg * 1e6)} mg"
 
 
 def format_money(usd: float) -> str:

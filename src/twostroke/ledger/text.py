@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from twostroke.ledger.store import Run
 
 WIDTH = 120
-"""Longest line of these texts, in columns."""
+"""Longest line of these texts, in columns, unless a terminal has fewer."""
+
+LEAST_SUBJECT = 8
+"""Columns in which the end of a run's subject still says something."""
 
 HEADLINES = (
     "step_time_s", "tpot_s", "decode_tok_per_s", "ttft_s", "scored_tok_per_s", "quantize_s", "prepare_s", "import_s",
@@ -54,7 +57,7 @@ def format_value(name: str, value: float | None) -> str:
 
 
 def format_error(error_percent: float | None) -> str:
-    return "–" if error_percent is None else f"{error_percent:+.1f}%"
+    return "–" if error_percent is None else f"{round(error_percent, 1) + 0.0:+.1f}%"  # + 0.0: never "-0.0%"
 
 
 def align(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: str = "  ") -> str:
@@ -99,8 +102,9 @@ def headline(run: Run) -> Row | None:
     return None
 
 
-def runs_text(runs: Sequence[Run]) -> str:
-    """One line for each run, newest first, with its headline number as predicted and measured."""
+def runs_text(runs: Sequence[Run], width: int = WIDTH) -> str:
+    """One line for each run, newest first, with its headline number as predicted and measured; two lines where ``width`` has
+    no room for the subject."""
     if not runs:
         return "The ledger has no runs yet. Every `twostroke train`, `serve`, `bench` and `generate` adds one."
     rows = [["run", "status", "", "predicted", "measured", "error", "", "subject"]]
@@ -116,8 +120,13 @@ def runs_text(runs: Sequence[Run]) -> str:
                 format_inside(row.inside),
             ]
         rows.append([run.run_id, run.status, *cells, run.subject])
-    room = WIDTH - sum(max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0]) - 1))
-    rows = [[*row[:-1], _shortened(row[-1], max(8, room))] for row in rows]
+    room = width - sum(max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0]) - 1))
+    if width < WIDTH and room < LEAST_SUBJECT:
+        left = width - sum(max(len(row[i]) for row in rows) + 2 for i in (0, 1))
+        heads = align([[row[0], row[1], _shortened(row[-1], left)] for row in rows]).split("\n")
+        numbers = align([["", *row[2:-1]] for row in rows], right=(3, 4)).split("\n")
+        return "\n".join(line for pair in zip(heads, numbers, strict=True) for line in pair if line)
+    rows = [[*row[:-1], _shortened(row[-1], max(LEAST_SUBJECT, room))] for row in rows]
     if not any(row[6] for row in rows):  # all runs are of releases whose predictions had no intervals
         rows = [[*row[:6], row[7]] for row in rows]
     return align(rows, right=(4, 5))
@@ -174,7 +183,7 @@ def attribution_text(attributions: Sequence[Attribution]) -> str:
     return align(cells, right=(1, 2, 3))
 
 
-def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = ()) -> str:
+def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] = (), width: int = WIDTH) -> str:
     """One run for people: numbers, attributions, reasons for what was not measured, inputs and notes. The JSON holds more."""
     parts = [comparison_text(run, rows, attributions)]
     missing = run.measurement.get("not_measured")
@@ -183,13 +192,13 @@ def run_text(run: Run, rows: Sequence[Row], attributions: Sequence[Attribution] 
         for name, reason in missing.items():
             by_reason.setdefault(str(reason), []).append(name)
         reasons = (f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
-        parts.append("not measured\n" + "\n".join(_folded(line) for line in reasons))
+        parts.append("not measured\n" + "\n".join(_folded(line, width) for line in reasons))
     inputs = list(_flat(run.inputs))
     if inputs:
-        parts.append(_wrapped("inputs", [f"{name}={value}" for name, value in inputs]))
+        parts.append(_wrapped("inputs", [f"{name}={value}" for name, value in inputs], width))
     notes = [f"{m.measured_at[:19].replace('T', ' ')}  {m.status}  {m.notes or ''}".rstrip() for m in run.measurements]
     if notes:
-        parts.append("measured\n" + "\n".join(_folded(note) for note in notes))
+        parts.append("measured\n" + "\n".join(_folded(note, width) for note in notes))
     return "\n\n".join(parts)
 
 
@@ -206,18 +215,18 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def _wrapped(title: str, words: Sequence[str]) -> str:
+def _wrapped(title: str, words: Sequence[str], width: int) -> str:
     lines, line = [title], " "
     for word in words:
-        if len(line) + len(word) + 1 > WIDTH and line.strip():
+        if len(line) + len(word) + 1 > width and line.strip():
             lines.append(line)
             line = " "
         line += f" {word}"
     return "\n".join([*lines, line])
 
 
-def _folded(note: str) -> str:
-    return _wrapped("", note.split(" ")).lstrip("\n")
+def _folded(note: str, width: int) -> str:
+    return _wrapped("", note.split(" "), width).lstrip("\n")
 
 
 def scores_text(scores: Sequence[Score], pooled: Sequence[PooledShare] = ()) -> str:

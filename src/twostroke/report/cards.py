@@ -118,7 +118,10 @@ def _run_table(run: Run) -> Table:
         for r in compare(run)
     ]
     note = f"{run.run_id} · {run.subject} · {run.status} · frozen {run.frozen_at} · code {run.code_version}"
-    return Table("Number by number", ("", "predicted [interval]", "measured", "error", ""), rows, note)
+    columns = ["", "predicted [interval]", "measured", "error", ""]
+    if not run.prediction:  # a phone would show a column of dashes, and none of what was measured
+        columns, rows = [columns[0], columns[2]], [[row[0], row[2]] for row in rows]
+    return Table("Number by number", columns, rows, note)
 
 
 def _beside(run: Run, name: str) -> str:

@@ -131,7 +131,7 @@ def _run(title: str, document: Mapping[str, Any]) -> Section:
         Card("completed", f"{s['n_completed']} of {s['n_requests']}", _failures(s["failures"])),
     ]
     if s.get("goodput_per_s") is not None:
-        section.cards.append(Card("goodput", f"{s['goodput_per_s']:.3g}/s", f"{s['slo_met']} requests met the SLO"))
+        section.cards.append(Card("goodput", f"{format_count(s['goodput_per_s'])}/s", f"{s['slo_met']} requests met the SLO"))
     curves = latency_curves(measured | {"latency_quantiles": document["latency_quantiles"]}, prediction)
     section.plots += [plot for plot in (curves, _over_time(document["first_tokens"])) if plot is not None]
     rows = [
@@ -204,10 +204,14 @@ def _sweep(title: str, sweep: Mapping[str, Any], runs: Sequence[Mapping[str, Any
     points, knee = sweep["points"], sweep["knee_per_s"]
     section = Section(title)
     section.notes += [f"Refused at {p['rate_per_s']:.3g} requests/s: {p['refusal']}" for p in points if p["refusal"]]
-    section.cards.append(Card("knee", "–" if knee is None else f"{knee:.3g}/s", "requests a second at which power is greatest"))
+    section.cards.append(
+        Card("knee", "–" if knee is None else f"{format_count(knee)}/s", "requests a second at which power is greatest")
+    )
     within = sweep["within_slo_per_s"]
     if any(p["slo_share"] is not None for p in points):
-        section.cards.append(Card("within the SLO", "–" if within is None else f"{within:.3g}/s", "requests a second, at most"))
+        section.cards.append(
+            Card("within the SLO", "–" if within is None else f"{format_count(within)}/s", "requests a second, at most")
+        )
     best = max((p["output_tok_per_s"] for p in points), default=0.0)
     section.cards.append(Card("most throughput", f"{best:,.0f} tok/s", "output tokens"))
     section.plots += [plot for plot in (_throughput_plot(points, runs), _latency_plot(points, runs, knee)) if plot]

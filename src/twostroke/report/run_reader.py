@@ -7,17 +7,19 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.core.units import format_count
+from twostroke.core.units import format_count, format_seconds
 from twostroke.ledger.scoring import Row, compare, error_percent, interval_of, number_of
 from twostroke.ledger.store import Ledger, Run
 from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
 from twostroke.report.growing_files import GrowingRecords, NewestRecords, read_object, stamp
 from twostroke.report.thinned_series import ThinnedSeries
+from twostroke.training.measurement import StepRecord
 
 COLUMNS = (
     "step", "loss", "grad_norm", "learning_rate", "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s",
@@ -25,7 +27,8 @@ COLUMNS = (
 )  # fmt: skip
 """The numbers of a log line that the page draws over the steps."""
 
-_NOT_SCORES = frozenset({*COLUMNS, "tokens", "epoch", "warm_up", "straggler_ratio"})
+_NOT_SCORES = frozenset({*(field.name for field in fields(StepRecord)), "data_wait_share", "straggler_ratio"})
+"""What a step measures of itself. Other numbers of a line are scores of held-out text."""
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300
@@ -38,6 +41,9 @@ LEDGER_EVERY_S = 3.0
 QUIET_AFTER_S = 60.0
 """A log that has not grown for so long, and for the time of 20 steps, is shown as quiet, because the run may have been
 killed."""
+
+FIRST_STEP_AFTER_S = 1200.0
+"""A run without a step for so long is shown as quiet: compiling a large model takes minutes."""
 
 PREDICTED_FIRST = ("train_time_s", "step_time_s", "train_tok_per_s", "mfu", "peak_memory_bytes")
 
@@ -223,10 +229,7 @@ class RunReader:
         }
 
     def _logged_at(self) -> float | None:
-        try:
-            return (self.directory / "log.jsonl").stat().st_mtime
-        except OSError:
-            return None
+        return _modified_at(self.directory / "log.jsonl") or None
 
     def _age_s(self) -> float | None:
         logged_at = self._logged_at()
@@ -244,6 +247,10 @@ class RunReader:
             if ended >= logged_at - 1.0:  # later than the newest line, so no session has begun since
                 return row.status, row.notes or f"The run was {row.status}."
         if not len(self._points):
+            waited_s = time.time() - _modified_at(self.directory / "recipe.json")
+            if waited_s > FIRST_STEP_AFTER_S:
+                waited = format_seconds(round(waited_s))
+                return "quiet", f"No step has been logged in the {waited} since the run began: it may have been stopped."
             return "starting", "Waiting for the first step: the model is being made or compiled."
         if age is not None and age > max(QUIET_AFTER_S, 20 * measured.get("step_time_s", 0.0)):
             return "quiet", "No step has been logged for a while: the run may be stopped, saving or scoring."
@@ -310,6 +317,14 @@ class RunReader:
             except (OSError, ValueError):
                 continue
         return sorted(found, key=lambda checkpoint: checkpoint["step"])
+
+
+def _modified_at(file: Path) -> float:
+    """0 if there is no such file."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _anomaly_text(anomaly: Mapping[str, Any]) -> str:

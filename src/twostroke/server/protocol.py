@@ -570,6 +570,9 @@ def _field_error(sentence: str) -> ApiError:
         path = f"{path}.{unknown[1][:64]}" if path else unknown[1][:64]
         return bad_request(f"{path} is not a known field.", path, "unknown_field")
     name = path or "the request"
+    if bound := re.match(r"Expected (?:int|float) ([<>]=?) (\S+)$", what):
+        rule = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}[bound[1]]
+        return bad_request(f"{name} must be {rule} {bound[2].removesuffix('.0')}.", path, "invalid_value")
     return bad_request(f"{name} is not valid: {what[:1].lower()}{what[1:]}.", path, "invalid_value")
 
 

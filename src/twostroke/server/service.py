@@ -429,9 +429,10 @@ class Service:
         """Tokens that may follow a prompt of ``n``. Raises ApiError 400 if it and ``asked`` do not fit the context."""
         longest = self.max_model_len
         if n + (asked or 1) > longest:
-            output = f" and {asked} asked for" if asked is not None and not at_least else ""
+            output = f", and the answer may have {asked}" if asked is not None and not at_least else ""
+            have = "have" if param == "messages" else "has"
             raise bad_request(
-                f"this model's context is {longest} tokens; the {param} has {'at least ' if at_least else ''}{n}{output}. "
+                f"this model's context is {longest} tokens; the {param} {have} {'at least ' if at_least else ''}{n}{output}. "
                 "Shorten one of them.",
                 param,
                 "context_length_exceeded",

@@ -97,6 +97,7 @@ def execute(
                     raise
                 step = "the next step" if run is None else f"step {run.step + 1}"
                 error = Interrupted(f"stopped before {step} was done, so nothing is lost. Continue with --resume.")
+                inputs.entry.measure({}, "interrupted", {}, str(error))
                 raise ranks.told(error) from None
             stop.answer = "all steps are done, and the model is being written."
             state = run

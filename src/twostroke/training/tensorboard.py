@@ -28,6 +28,7 @@ TAGS = {
     "mfu": "speed/MFU",
     "step_time_s": "speed/seconds a step",
     "data_wait_share": "speed/data wait share",
+    "sent_bytes": "speed/bytes sent",
     "straggler_ratio": "speed/straggler ratio",
     "memory_bytes": "memory/bytes",
     "peak_memory_bytes": "memory/peak bytes",

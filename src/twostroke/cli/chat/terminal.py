@@ -13,7 +13,7 @@ from typing import Protocol
 from twostroke.cli.chat.conversation import DEFAULT, SETTABLE, Answer, Conversation, Message, harmless
 from twostroke.cli.console import log
 from twostroke.core.errors import CapacityError, InputError, TwostrokeError, did_you_mean
-from twostroke.core.units import format_seconds
+from twostroke.core.units import format_count, format_seconds
 
 MAX_MESSAGE_CHARACTERS = 2**20
 COMMANDS = {
@@ -183,7 +183,8 @@ def _told(answer: Answer) -> str:
     if answer.ttft_s is not None:
         parts.append(f"first after {format_seconds(answer.ttft_s)}")
         if answer.output_tokens > 1 and answer.elapsed_s > answer.ttft_s:
-            parts.append(f"then {(answer.output_tokens - 1) / (answer.elapsed_s - answer.ttft_s):.3g} a second")
+            rate = (answer.output_tokens - 1) / (answer.elapsed_s - answer.ttft_s)
+            parts.append(f"then {format_count(rate)} a second")
     if answer.is_full:
         parts.append(f"the context is full. {FULL}")
     else:

@@ -13,6 +13,7 @@ function bytes(x) {
 }
 function seconds(x) {
   if (x == null) return "–";
+  if (x === 0) return "0 s";
   if (x < 1e-3) return sig(x * 1e6) + " µs";
   if (x < 1) return sig(x * 1e3) + " ms";
   if (x < 60) return sig(x) + " s";
@@ -103,7 +104,8 @@ function chart(box, spec) {
     root.append(svg("line", { x1: m.l, x2: width - m.r, y1: Y(t), y2: Y(t), stroke: "var(--grid)" }));
     root.append(svg("text", { x: m.l - 7, y: Y(t) + 4, "text-anchor": "end" }, spec.format(t)));
   }
-  for (const t of ticks(x0, x1, width / 90).filter(Number.isInteger)) root.append(svg("text", { x: X(t), y: height - 5, "text-anchor": "middle" }, count(t)));
+  root.append(svg("text", { x: m.l - 7, y: height - 5, "text-anchor": "end" }, "step"));
+  for (const t of ticks(x0, x1, width / 90).filter(t => Number.isInteger(t) && X(t) > m.l - 1)) root.append(svg("text", { x: X(t), y: height - 5, "text-anchor": "middle" }, count(t)));
   const inside = svg("g", { "clip-path": `url(#${clip})` });
   root.append(inside);
   if (ref) {
@@ -183,6 +185,7 @@ function heat(box, strip) {
   const every = Math.ceil(13 / row);
   strip.parts.forEach((part, i) => i % every === 0 && root.append(svg("text", { x: m.l - 7, y: m.t + (i + .5) * row + 4, "text-anchor": "end" }, part.replace("blocks.", "block "))));
   const steps = strip.steps, at = share => steps[Math.round(share * (steps.length - 1))];
+  root.append(svg("text", { x: m.l - 7, y: height - m.b + 15, "text-anchor": "end" }, "step"));
   for (const [share, anchor] of [[0, "start"], [.5, "middle"], [1, "end"]]) root.append(svg("text", { x: m.l + share * inner, y: height - m.b + 15, "text-anchor": anchor }, count(Math.round(at(share)))));
   const scale = Math.min(150, inner * .4);
   for (let i = 0; i < 30; i++) root.append(svg("rect", { x: m.l + i * scale / 30, y: height - 16, width: scale / 30 + .5, height: 9, fill: `rgb(${colour(i / 29)})` }));

@@ -90,7 +90,7 @@ function show() {
   $("words").textContent = [...run.words, run.directory].join(" · ");
   $("notice").textContent = doc.sentence; $("notice").hidden = !doc.sentence || doc.status === "finished";
   $("done").style.width = steps && last.step ? 100 * last.step / steps + "%" : "0";
-  $("steps").textContent = last.step == null ? "" : `step ${whole(last.step)}${steps ? ` of ${whole(steps)} · ${(100 * last.step / steps).toFixed(0)}%` : ""} · ${count(last.tokens)} tokens · epoch ${plain(last.epoch)}`;
+  $("steps").textContent = last.step == null ? "" : `step ${whole(last.step)}${steps ? ` of ${whole(steps)} · ${(100 * last.step / steps).toFixed(0)}%` : ""} · ${count(last.tokens)} tokens · epoch ${last.epoch == null ? "–" : last.epoch < .1 ? sig(last.epoch, 2) : Math.round(100 * last.epoch) / 100}`;
   const end = doc.eta_s == null ? "" : ` · ${seconds(doc.eta_s)} left, until ${new Date(Date.now() + 1000 * doc.eta_s).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}`;
   const ended = doc.status !== "running" && doc.status !== "starting" && doc.age_s > 90 ? ` · last step ${seconds(Math.round(doc.age_s))} ago` : "";
   $("times").textContent = last.elapsed_s == null ? "" : `${seconds(last.elapsed_s)} trained${end}${ended}`;
@@ -105,7 +105,10 @@ function show() {
   select.closest("section").hidden = !names.length;
   $("table-section").hidden = !doc.table.length;
   const done = doc.status === "finished";
-  $("table-note").textContent = Object.keys(doc.predicted).length ? (done ? "From the ledger." : "Medians of the steps so far; the time is the expected total.") + " The prediction was frozen before the first step."
+  const predicted = Object.keys(doc.predicted).length > 0;
+  $("table-section").classList.toggle("bare", !predicted);
+  $("table-title").textContent = predicted ? "Predicted beside measured" : "Measured";
+  $("table-note").textContent = predicted ? (done ? "From the ledger." : "Medians of the steps so far; the time is the expected total.") + " The prediction was frozen before the first step."
     : "This run has no prediction, because this machine had no profile when it began (twostroke calibrate), or because it is in another ledger.";
   $("table").replaceChildren(...doc.table.map(row => make("tr", {}, make("td", {}, row.name), make("td", {}, row.predicted), make("td", {}, row.measured), make("td", {}, row.error),
     make("td", { class: row.inside === "OUTSIDE" ? "bad" : "" }, row.inside))));

@@ -165,7 +165,7 @@ function showTip(span, tokens) {
   span.classList.add("current");
   const row = (shown, logprob) => make("tr", shown === token.shown ? { class: "chosen" } : {}, make("td", {}, printed(shown)),
     make("td", {}, percent(share(logprob))), make("td", {}, signed(logprob)));
-  tip.replaceChildren(make("p", {}, `${printed(token.shown)} had ${percent(share(token.logprob))}, ln p = ${signed(token.logprob)}`),
+  tip.replaceChildren(make("p", {}, make("code", {}, printed(token.shown)), ` had ${percent(share(token.logprob))}, ln p = ${signed(token.logprob)}`),
     make("table", {}, make("tbody", {}, ...token.top.map(each => row(...each)))));
   tip.hidden = false;
   const box = span.getClientRects()[0] || span.getBoundingClientRect();
@@ -174,9 +174,13 @@ function showTip(span, tokens) {
   tip.style.top = `${below + tip.offsetHeight < innerHeight ? below : Math.max(4, box.top - tip.offsetHeight - 6)}px`;
 }
 
-// Tokens of `box` are shown under the pointer, by a touch, and by the arrow keys while the box has the focus.
+// Tokens of `box` are shown under the pointer, by a click or a touch, and by the arrow keys while the box has the focus.
 export function watchTokens(box, tokens) {
-  box.addEventListener("pointerover", event => { const span = event.target.closest(".t"); if (span) showTip(span, tokens()); });
+  // The click as well: a finger's "pointerover" comes before its "pointerdown", which hides what is shown.
+  for (const kind of ["pointerover", "click"]) box.addEventListener(kind, event => {
+    const span = event.target.closest(".t");
+    if (span) showTip(span, tokens());
+  });
   box.addEventListener("pointerleave", event => { if (event.pointerType !== "touch") hideTip(); }); // a finger leaves when it is lifted
   box.addEventListener("blur", hideTip);
   box.addEventListener("keydown", event => {

@@ -5,7 +5,7 @@ import { ServerError, ask, events, hasKey, setKey } from "./requests.js";
 
 const state = { turns: [], models: [], running: null, ready: null };
 const ALTERNATIVES = 5;
-const ENDS = { length: "cut at its most tokens", timeout: "out of time", error: "failed", abort: "ended by the server" };
+const ENDS = { length: "cut at the token limit", timeout: "out of time", error: "failed", abort: "ended by the server" };
 
 const mode = () => $("mode").value;
 const named = () => [$("model").value, $("beside").value].filter(Boolean);
@@ -32,6 +32,9 @@ async function loadModels() {
   showMode();
 }
 
+// Adapters may have been loaded since, and models have come and gone.
+const reloadModels = () => loadModels().catch(error => { if (!(error instanceof ServerError)) throw error; });
+
 // Completions end after 16 tokens where nothing is set: OpenAI's default, and little to read.
 function suggestLength() {
   const most = document.querySelector("[data-field=max_tokens]");
@@ -41,14 +44,14 @@ function suggestLength() {
 function showMode() {
   const model = state.models.find(m => m.id === $("model").value), isChat = mode() === "chat";
   const context = model?.max_model_len ? ` Its context is ${model.max_model_len.toLocaleString("en")} tokens.` : "";
-  const template = model?.chat_template === false
-    ? isChat ? " It comes without a chat template, so a conversation is written as lines “User: …” and “Assistant: …”."
-      : " It comes without a chat template, so it continues text." : "";
-  $("empty").textContent = model ? `${model.id} ${isChat ? "answers messages" : "continues a text"}.${context}${template}` : "";
+  const template = model?.chat_template !== false ? ""
+    : isChat ? " It comes without a chat template, so a conversation is written as lines “User: …” and “Assistant: …”."
+      : " It comes without a chat template, so it is not made for conversations.";
+  $("empty").textContent = model ? `${model.id} ${isChat ? "answers messages" : "continues the text that you give it"}.${context}${template}` : "";
   $("text-label").textContent = $("text").placeholder = isChat ? "Message" : "Text to continue";
   $("send").textContent = isChat ? "Send" : "Continue";
   document.querySelectorAll(".chat-only").forEach(node => { node.hidden = !isChat; });
-  document.querySelector("[data-field=max_tokens]").placeholder = isChat ? "as fit" : "16";
+  document.querySelector("[data-field=max_tokens]").placeholder = isChat ? "all that fit" : "16";
 }
 
 function showState(word) {
@@ -58,6 +61,7 @@ function showState(word) {
 
 function askKey() {
   showState("key needed");
+  $("figures-note").textContent = "The server shows its figures to those who have a key.";
   $("forget-key").hidden = true;
   if (!$("key-form").hidden) return;
   $("key-form").hidden = false;
@@ -82,6 +86,7 @@ async function poll() {
   } catch (error) {
     if (error.status === 401) { askKey(); return; }
     showState("not connected");
+    $("figures-note").textContent = `The server does not answer.${$("figures").children.length ? " These figures are the last that came." : ""}`;
     state.ready = null;
     if (!(error instanceof ServerError)) throw error;
   }
@@ -184,13 +189,17 @@ function showAnswer(turn, answer) {
     foot.replaceChildren(...(answer.error ? [make("p", { class: "error", role: "alert" }, answer.error)] : []),
       make("div", { class: "row" }, make("p", { class: "note" }, numbers(answer)), ...tools));
   }
-  if (stays) scrollTo(0, document.documentElement.scrollHeight);
+  else foot.replaceChildren();
+  if (stays) toEnd();
 }
+
+const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
 
 function answerNode(turn, answer) {
   answer.box = make("div", { class: "text", tabindex: 0, role: "group", "aria-label": `Answer of ${answer.model}. The left and right arrows walk its tokens.` });
   answer.thought = make("details", { class: "reasoning", hidden: "" }, make("summary", {}, "Reasoning"), make("p", {}));
-  answer.foot = make("div", { class: "foot" });
+  const model = state.models.find(each => each.id === answer.model), loads = model?.state && model.state !== "loaded";
+  answer.foot = make("div", { class: "foot" }, ...(loads ? [make("p", { class: "note" }, "The model is loaded first.")] : []));
   answer.node = make("div", { class: "answer busy" }, make("h2", {}, answer.model), answer.thought, answer.box, answer.foot);
   watchTokens(answer.box, () => answer.tokens);
   return answer.node;
@@ -213,13 +222,14 @@ async function run(turn) {
   state.running = stop;
   fresh(turn);
   showRunning();
-  turn.node.scrollIntoView({ block: "end" });
+  toEnd(); // not to the turn's end: that would lie behind the composer
   say("Answering.");
   poll();
   await Promise.all(turn.answers.map((answer, column) => fill(turn, answer, column, stop.signal)));
   if (state.running !== stop) return; // cleared meanwhile
   state.running = null;
   showRunning();
+  reloadModels();
   say(turn.answers.map(answer => answer.error || `${answer.model} answered: ${numbers(answer)}.`).join(" "));
 }
 
@@ -307,6 +317,9 @@ function submit() {
 }
 
 enterSends($("text"), submit);
+$("text").addEventListener("input", () => complain(""));
+// What the keyboard walks to is scrolled above the composer, which covers the end of the page and grows with its text.
+new ResizeObserver(() => { document.documentElement.style.scrollPaddingBottom = `${$("composer").offsetHeight}px`; }).observe($("composer"));
 $("composer").addEventListener("submit", event => { event.preventDefault(); submit(); });
 $("stop").addEventListener("click", () => { state.running?.abort(); $("text").focus(); });
 $("clear").addEventListener("click", clear);
@@ -319,10 +332,7 @@ for (const kind of ["wheel", "touchmove", "pointerdown"]) document.addEventListe
 document.addEventListener("visibilitychange", () => { if (!document.hidden && $("key-form").hidden) poll(); });
 $("model").addEventListener("change", showMode);
 $("mode").addEventListener("change", () => { suggestLength(); showMode(); });
-for (const id of ["model", "beside"]) {
-  // Adapters may have been loaded since.
-  $(id).addEventListener("focus", () => loadModels().catch(error => { if (!(error instanceof ServerError)) throw error; }));
-}
+for (const id of ["model", "beside"]) $(id).addEventListener("focus", reloadModels);
 $("shade").addEventListener("change", () => document.body.classList.toggle("shaded", $("shade").checked));
 $("key-form").addEventListener("submit", event => {
   event.preventDefault();

@@ -17,7 +17,7 @@ export function parse(text) {
 }
 
 const figures = x => String(Number(x.toPrecision(3)));
-export const seconds = x => x == null ? "–" : x < 1e-3 ? `${figures(1e6 * x)} µs` : x < 1 ? `${figures(1e3 * x)} ms` : `${figures(x)} s`;
+export const seconds = x => x == null ? "–" : x === 0 ? "0 s" : x < 1e-3 ? `${figures(1e6 * x)} µs` : x < 1 ? `${figures(1e3 * x)} ms` : `${figures(x)} s`;
 const count = x => x >= 1e6 ? `${figures(x / 1e6)}M` : x >= 1e4 ? `${figures(x / 1e3)}k` : figures(x);
 
 const speeds = [];
@@ -40,11 +40,11 @@ function show(series) {
   $("figures").replaceChildren(
     stat("running", count(one("requests_running")), one("requests_running") === 1 ? "request" : "requests"),
     stat("waiting", count(one("requests_waiting")), one("requests_waiting") === 1 ? "request" : "requests"),
-    stat("KV cache", one("kv_pages") ? `${(100 * one("kv_pages_used") / one("kv_pages")).toFixed(0)}%` : "–", `${count(one("kv_pages_cached"))} pages kept for prefixes`),
-    stat("tokens a second", count(speed), most ? `${count(most)} at most` : ""),
+    stat("KV cache", one("kv_pages") ? `${(100 * one("kv_pages_used") / one("kv_pages")).toFixed(0)}%` : "–", `${count(one("kv_pages_cached"))} ${one("kv_pages_cached") === 1 ? "page" : "pages"} kept for prefixes`),
+    stat("tokens a second", count(speed), `${count(most)} at the peak`),
     stat("first token", seconds(mean("ttft")), ...beside("ttft")),
     stat("each next one", seconds(mean("tpot")), ...beside("tpot")));
-  $("speed").hidden = !most;
+  $("speed").hidden = false;
   $("speed").querySelector("polyline").setAttribute("points",
     speeds.map((value, i) => `${(120 - 2 * (speeds.length - 1 - i)).toFixed(1)},${(23 - 22 * value / (most || 1)).toFixed(1)}`).join(" "));
   const shape = series.twostroke_predicted_seconds?.[0][0];
