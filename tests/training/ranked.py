@@ -128,9 +128,9 @@ def end_of(recipe: TrainRecipe) -> tuple[Any, ...]:
 
 
 def furthest(found: TrainRecipe, wanted: TrainRecipe) -> tuple[float, float]:
-    """The largest relative difference of a step's loss, and of a weight by its tensor's norm."""
-    losses = [values_of(Path(recipe.output)) for recipe in (found, wanted)]
-    loss = max(abs(a[1] - b[1]) / b[1] for a, b in zip(*losses, strict=True))
+    """The largest relative difference of a step's loss or gradient's norm, and of a weight by its tensor's norm."""
+    steps = [values_of(Path(recipe.output)) for recipe in (found, wanted)]
+    loss = max(abs(a[i] - b[i]) / b[i] for a, b in zip(*steps, strict=True) for i in (1, 2))
     ends = last_checkpoint(found).weights, last_checkpoint(wanted).weights
     assert ends[0].keys() == ends[1].keys()
     weight = max(float((ends[0][name] - w).norm() / w.norm().clamp_min(1e-3)) for name, w in ends[1].items())
@@ -156,6 +156,13 @@ def assert_bits_of_one_rank(runner: RankRunner, recipe: TrainRecipe, layouts: li
     torch.set_num_threads(1)
     alone = laid_out(recipe, "alone")
     train(alone)
+    assert_bits_of(alone, runner, recipe, layouts)
+
+
+def assert_bits_of(
+    alone: TrainRecipe, runner: RankRunner, recipe: TrainRecipe, layouts: list[tuple[int, dict[str, Any]]]
+) -> None:
+    """Ranks of each of ``layouts`` leave what the run of ``alone`` left, and the same model file."""
     wanted = end_of(alone)
     by_n: dict[int, list[TrainRecipe]] = {}
     for n, parallel in layouts:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from ranked import RankRunner, assert_bits_of_one_rank, furthest, laid_out
+from ranked import RankRunner, assert_bits_of, assert_bits_of_one_rank, furthest, laid_out
 
 from twostroke.core.errors import ConfigError
 from twostroke.core.parallel_recipe import ParallelRecipe
@@ -39,6 +39,29 @@ def test_shards_of_stages_come_to_the_bits_of_one_rank(
 ) -> None:
     recipe = make_recipe("run", model, steps=3, grad_accumulation=8, batch_size=1, **settings)
     assert_bits_of_one_rank(runner, recipe, [(4, layout) for layout in layouts])
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "shared"),
+    [
+        (
+            GLM4_MOE | {"tied_embeddings": True, "dropout": 0.1},
+            {"optimizer": "muon", "ema_decay": 0.9, "clip_norm": 0.1, "balance_weight": 0.1, "balance_bias_rate": 0.01},
+            [{"expert": 2}],
+        ),
+        (TIED, {"clip_norm": 0.1}, [{"context": 2}, {"tensor": 2}]),
+    ],
+    ids=["experts", "sequences-matrices"],
+)
+def test_stages_and_replicas_keep_the_bits_of_what_ranks_share(
+    make_recipe: Any, runner: RankRunner, model: dict[str, Any], settings: dict[str, Any], shared: list[dict[str, int]]
+) -> None:
+    """Ranks that share experts, sequences or matrices come close to one. Stages of them, and replicas, then change nothing."""
+    recipe = make_recipe("run", model, **{"steps": 3, "grad_accumulation": 4, "batch_size": 1, "dtype": "fp32", **settings})
+    alone = [laid_out(recipe, str(parallel), **parallel) for parallel in shared]
+    runner.train_each(2, alone)
+    for parallel, one in zip(shared, alone, strict=True):
+        assert_bits_of(one, runner, recipe, [(4, parallel | {"pipeline": 2}), (4, parallel | {"data": 2})])
 
 
 @pytest.mark.parametrize(

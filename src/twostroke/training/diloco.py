@@ -56,7 +56,7 @@ class LocalMasters(SummedMasters):
         """Sums of what fragments changed, which a thread makes in the order in which they began, the same on all ranks."""
         self._thread = ThreadPoolExecutor(1, "outer exchange", torch.set_num_threads, (torch.get_num_threads(),))
 
-    def _over_replicas(self, totals: list[Tensor], wire: torch.dtype) -> None:
+    def _over_ranks(self, totals: dict[str, Tensor], wire: torch.dtype) -> None:
         """Replicas keep their gradients to themselves."""
 
     def _norms(self) -> Tensor:

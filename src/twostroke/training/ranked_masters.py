@@ -19,7 +19,7 @@ from twostroke.training.compression import FACTOR, RESIDUAL, CompressedSums, com
 from twostroke.training.holding import HeldPart, Holding
 from twostroke.training.parallelize import divide, drop_gathered, shard_decoder
 from twostroke.training.precision import MasterWeights
-from twostroke.training.ranks import AXES, Part, Ranks, gathered, sum_over
+from twostroke.training.ranks import AXES, Part, Ranks, gathered
 from twostroke.training.stages import EMBEDDING, chunk_with, own_chunks
 from twostroke.training.tied_head import TiedHead
 from twostroke.training.tree_sums import TreeSum
@@ -71,22 +71,17 @@ class SummedMasters(MasterWeights):
         wire = self._leaf_dtype if max(sums.count for _, sums in self._chunks) == 1 else torch.float32
         trained = [(names, sums.total()) for names, sums in self._chunks if names]
         by_name = {name: total for names, totals in trained for name, total in zip(names, totals, strict=True)}
-        totals = [by_name[name] for name in self.gradients]
-        self._over_replicas(totals, wire)
-        torch._foreach_copy_(list(self.gradients.values()), totals)
-        self._complete_gradients()
+        totals = {name: by_name[name] for name in self.gradients}
+        self._over_ranks(totals, wire)
+        torch._foreach_copy_(list(self.gradients.values()), list(totals.values()))
         return self._norms()
 
-    def _complete_gradients(self) -> None:
-        """Add up what the ranks of a replica computed of ``gradients`` apart."""
-        if self.ranks.size("context") > 1:
-            sum_over("context", list(self.gradients.values()), self.ranks)
-
-    def _over_replicas(self, totals: list[Tensor], wire: torch.dtype) -> None:
+    def _over_ranks(self, totals: dict[str, Tensor], wire: torch.dtype) -> None:
+        """Add up what ranks computed apart of the gradients ``totals``."""
         if self.compressed is None:
-            self.ranks.sum_over_replicas(totals, wire)
+            self.ranks.sum_along(("replica", "context"), list(totals.values()), wire)
         else:
-            self.compressed.sum(dict(zip(self.gradients, totals, strict=True)))
+            self.compressed.sum(totals)
 
     @property
     def exchange_bytes(self) -> int:
@@ -153,11 +148,19 @@ class DividedMasters(SummedMasters):
 
     # -- sums ---------------------------------------------------------------------------------------------------------------
 
-    def _complete_gradients(self) -> None:
-        for axis in ("context", "expert", "tensor"):
-            if self.ranks.size(axis) > 1:
-                same = [g for name, g in self.gradients.items() if axis not in self.holdings[name].axes]
-                sum_over(axis, same, self.ranks)
+    def _over_ranks(self, totals: dict[str, Tensor], wire: torch.dtype) -> None:
+        # In the order of all stages' masters, because ranks make a group together.
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {self._apart(name): [] for name in self.holdings}
+        for name, total in totals.items():
+            by_axes[self._apart(name)].append(total)
+        for axes, same in by_axes.items():
+            self.ranks.sum_along(axes, same, wire)
+        left_whole = [total for name, total in totals.items() if "tensor" not in self.holdings[name].axes]
+        self.ranks.sum_along(("tensor",), left_whole)
+
+    def _apart(self, name: str) -> tuple[str, ...]:
+        """The axes whose ranks hold the same of master ``name`` and compute its gradient of different rows."""
+        return tuple(axis for axis in ("replica", "expert", "context") if axis not in self.holdings[name].axes)
 
     def finish_window(self) -> Tensor:
         if self.tied is not None:

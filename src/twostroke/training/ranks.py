@@ -149,7 +149,7 @@ class Ranks:
     def group(self, *axes: str) -> Any:
         """The ranks that differ from this one in ``axes`` alone, in their order. All ranks ask for the same axes in the same
         order."""
-        key = tuple(axis for axis in AXES if axis in axes)
+        key = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
         if key not in self._groups:
             members: dict[tuple[int, ...], list[int]] = {}
             for rank in range(self.n):
@@ -327,23 +327,31 @@ class Ranks:
     # -- tensors ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sum_over_replicas(self, tensors: Sequence[Tensor], wire: torch.dtype) -> None:
-        """Replace ``tensors`` by their sums over the replicas, sent as ``wire``, the type that holds each of them exactly."""
-        if self.layout.data == 1:
+    def sum_along(self, axes: Sequence[str], tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
+        """Replace ``tensors`` by their sums over the ranks along ``axes``, sent as ``wire``, the type that holds each of them
+        exactly, by default their own.
+
+        It is one exchange, which sends 2·(n − 1)/n of them over n ranks: one after another for each axis would send up to twice
+        that. Replicas are added first, so that their number does not change the bits.
+        """
+        if self.size(*axes) == 1:
             return
         if not self.layout.exact:
-            self.add_up(tensors)
+            self.add_up(tensors, axes)
             return
-        _sum_in_order(tensors, self.group("replica"), "data", wire)
+        _sum_in_order(tensors, self.group(*axes), _kind(axes), wire, self.layout.data if "replica" in axes else 1)
 
     @torch.no_grad()
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace ``tensors`` by their sums over the replicas, in the order of torch's own all-reduce."""
-        n = self.layout.data
-        for bucket in buckets(tensors) if n > 1 else ():
+    def add_up(self, tensors: Sequence[Tensor], axes: Sequence[str] = ("replica",)) -> None:
+        """Replace ``tensors`` by their sums over the ranks along ``axes``, in the order of torch's own all-reduce."""
+        n = self.size(*axes)
+        if n == 1:
+            return
+        group = self.group(*axes)
+        for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=self.group("replica"))
-            SENT["data"] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
+            dist.all_reduce(flat, group=group)
+            SENT[_kind(axes)] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
             _split(flat, bucket)
 
     def over_replicas(self, own: Tensor) -> Tensor:
@@ -387,21 +395,22 @@ def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
     return found.view(n, -1)
 
 
-@torch.no_grad()
-def sum_over(kind: str, gradients: list[Tensor], ranks: Ranks) -> None:
-    """Replace ``gradients``, each rank's part of them, by their sums over the ranks of ``kind``, in one order."""
-    _sum_in_order(gradients, ranks.group(kind), "gradients")
+def _kind(axes: Sequence[str]) -> str:
+    """As what sums along ``axes`` are counted."""
+    return "tensor" if "tensor" in axes else "data"
 
 
-def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None = None) -> None:
+def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None, n_replicas: int) -> None:
     """Replace ``tensors`` by their sums over ``group``, sent as ``wire``, by default as they are: each rank adds up a piece in
-    the tree's order, and all get it."""
+    the tree's order, those of ``n_replicas``, by which ranks are numbered first, before others, and all get it."""
     n = dist.get_world_size(group)
+    order = [rank for first in range(n // n_replicas) for rank in range(first, n, n // n_replicas)]
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         own = -(-flat.numel() // n)
         sent = torch.nn.functional.pad(flat.to(wire or flat.dtype), (0, own * n - flat.numel()))
-        mine = tree_sum(exchanged(sent, group, kind)).to(flat.dtype)
+        pieces = exchanged(sent, group, kind)
+        mine = tree_sum([pieces[rank] for rank in order]).to(flat.dtype)
         _split(gathered(mine, group, kind).view(-1)[: flat.numel()], bucket)
 
 
