@@ -46,8 +46,10 @@ def test_layouts_add_in_one_order(micro: int, data: int, shard: int, dtype: torc
 
 @pytest.mark.parametrize("n", range(1, 18))
 def test_a_tree_holds_few_partial_sums(n: int) -> None:
-    total = TreeSum()
-    for value in range(n):
-        total.add([torch.tensor([float(value)])])
+    total, leaves = TreeSum(), [torch.tensor([float(value)]) for value in range(n)]
+    for leaf in leaves:
+        total.add([leaf])
         assert sum(level is not None for level in total._levels) <= n.bit_length()
-    assert total.total()[0].item() == n * (n - 1) / 2
+    found = total.total()[0]
+    assert found.item() == n * (n - 1) / 2
+    assert found is leaves[0]

@@ -57,8 +57,15 @@ class SummedMasters(MasterWeights):
     @torch.no_grad()
     def accumulate(self, chunk: int = 0) -> None:
         names, sums = self._chunks[chunk]
-        if names:
-            sums.add([self._taken(self._parameters[name]) for name in names])
+        if not names:
+            return
+        taken = [self._taken(self._parameters[name]) for name in names]
+        if sums.count == 0 and self.stored == torch.float32:
+            # A tree's sum ends where its first leaf was, so it takes no memory beside that of the gradients.
+            first = [self.gradients[name] for name in names]
+            torch._foreach_copy_(first, taken)
+            taken = first
+        sums.add(taken)
 
     def _taken(self, parameter: Tensor) -> Tensor:
         """The gradient of ``parameter``, which has none from here on."""
@@ -73,7 +80,9 @@ class SummedMasters(MasterWeights):
         by_name = {name: total for names, totals in trained for name, total in zip(names, totals, strict=True)}
         totals = {name: by_name[name] for name in self.gradients}
         self._over_ranks(totals, wire)
-        torch._foreach_copy_(list(self.gradients.values()), list(totals.values()))
+        for name, total in totals.items():
+            if total is not self.gradients[name]:
+                self.gradients[name].copy_(total)
         return self._norms()
 
     def _over_ranks(self, totals: dict[str, Tensor], wire: torch.dtype) -> None:

@@ -23,7 +23,8 @@ def tree_sum(rows: Sequence[Tensor]) -> Tensor:
 
 
 class TreeSum:
-    """The sum of lists of tensors that come one after another. It keeps one partial sum a level: ⌈log₂ n⌉ + 1 at most.
+    """The sum of lists of tensors that come one after another. It keeps one partial sum a level: ⌈log₂ n⌉ + 1 at most. The
+    first list, if it is in fp32, is where the sum ends.
 
     With ``in_order`` False they are added one after another into one partial sum.
     """
