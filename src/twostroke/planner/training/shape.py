@@ -12,6 +12,7 @@ from twostroke.core.errors import ConfigError
 from twostroke.core.matrices import ALL_LINEAR
 from twostroke.core.named import letter, named
 from twostroke.core.optimizers import CHOICES, OPTIMIZERS
+from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.policy import computed_type, rows_at_once
 from twostroke.planner.training.datasheet_rates import LOW_PRECISIONS
 from twostroke.planner.training.layout import replicas_of
@@ -63,6 +64,7 @@ class TrainingShape:
     gradient_bits: Annotated[int, "bits in which a gradient is sent to other ranks; 0: as it is held"] = 0
     compress: Annotated[str, "how gradients are sent to other replicas: none, bf16, fp16, int8, int4 or powersgd"] = "none"
     compress_rank: Annotated[int, "rank of PowerSGD's factors"] = 4
+    gradient_sums: Annotated[int, "fp32 sums of gradients that our ranks hold at once; 0: as other trainers do"] = 0
     residuals: Annotated[bool, "what compression left out is kept in fp32 for the next update"] = False
     compress_weights: Annotated[
         str, "how ranks that share out masters send what an update changed of whole weights: none (the weights), int8 or int4"
@@ -187,12 +189,19 @@ class TrainingShape:
         shape = cls.from_settings(recipe.train, steps)
         n = replicas_of(recipe.parallel) if ranks is None else ranks
         shape = replace(shape, grad_accumulation=max(1, shape.grad_accumulation // n))
-        if (p := recipe.parallel) is not None:
+        if (p := recipe.parallel or (ParallelRecipe() if n > 1 else None)) is not None:
             # In one order gradients of a pass are sent as backward leaves them.
             in_order = p.exact and p.shard > 1 and shape.compute_dtype != "fp32"
             shape = replace(shape, compress=shape.compute_dtype if in_order else p.compress, compress_rank=p.compress_rank)
             shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every, compress_weights=p.compress_weights)
             shape = replace(shape, outer_fragments=p.fragments, outer_overlap=p.outer_overlap)
+            shape = replace(shape, gradient_sums=sums_at_once(shape.grad_accumulation, p.exact))
         if not recipe.trains_adapters:
             return shape
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)
+
+
+def sums_at_once(n_micro_batches: int, in_order: bool) -> int:
+    """Sums of gradients that a rank holds during its last backward pass: of a tree over ``n_micro_batches`` one a level, and
+    if they are not added ``in_order`` one."""
+    return max(1, n_micro_batches.bit_length() - 1) if in_order else 1

@@ -350,7 +350,9 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     """weights, masters (a part of them), gradients and optimizer of one stage, divided as ``layout.zero`` says."""
     precision = inputs(PRECISIONS[shape.dtype])
     weight_ranks, gradient_ranks, state_ranks = (layout.shared_by(zero) for zero in (3, 2, 1))
-    gradient = letter("gradient", gradient_bytes_per_parameter(shape.dtype, layout.n_devices == 1, shape.grad_accumulation))
+    alone, n_sums = layout.n_devices == 1, shape.gradient_sums
+    left_in = "fp32" if n_sums and layout.zero >= 2 else shape.dtype  # a rank's rows of a pass's sum are in fp32
+    gradient = letter("gradient", gradient_bytes_per_parameter(left_in, alone, shape.grad_accumulation, n_sums))
     masters = precision.master * part.trained_of(state_ranks)
     working = precision.working * part.trained_of(weight_ranks)
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
