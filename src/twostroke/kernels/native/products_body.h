@@ -152,6 +152,45 @@ struct Bf16 {
     }
 };
 
+// Many rows of bf16 where a product of fp32 costs no more: each row is widened once for all outputs, each panel once
+// for all rows, and more rows have room beside a panel. Sums are made in the order of Bf16, to the same bits.
+thread_local Scratch<float> widened_inputs, widened_panel;
+
+struct WidenedBlocking {
+    static constexpr int kMaxRows = 6;  // twelve of AVX2's registers for sums: each ends before the next is added to it
+    static constexpr int panels_of(int) { return 1; }
+};
+struct Widened {
+    template <int R, int>
+    static void block(const ProductArgs& to, int64_t row, int64_t panel) {
+        const int64_t k = padded(to.w.k);
+        const float* weights = to.block == 0 ? widen(to, panel, k) : widened_panel.values;
+        const RowPointers<float, R> x(to.rows.f32 + row * k, k);
+        F32x16 sum[R];
+        TS_EACH(r, R) sum[r] = zero_floats();
+        for (int64_t i = 0; i < k; ++i) {
+            const F32x16 w = load_floats(weights + i * kPanelOutputs);
+            TS_EACH(r, R) sum[r] = fma(broadcast(x[r][i]), w, sum[r]);
+        }
+        TS_EACH(r, R) write(to, row + r, panel, sum[r]);
+    }
+
+    // The k inputs of a panel, one after another; the next panel is fetched meanwhile.
+    static const float* widen(const ProductArgs& to, int64_t panel, int64_t k) {
+        const char* from = layout::panel(to.w, panel);
+        const int64_t ahead = to.last ? 0 : k / 2 * kKRowBytes;
+        float* wide = widened_panel.at_least(k * kPanelOutputs);
+        for (int64_t s = 0; s < k / 2; ++s, from += kKRowBytes, wide += 2 * kPanelOutputs) {
+            __builtin_prefetch(from + ahead, 0, 2);
+            Words pairs;
+            __builtin_memcpy(&pairs, from, sizeof(pairs));
+            reinterpret_cast<Floats*>(wide)[0] = (Floats)(pairs << 16);
+            reinterpret_cast<Floats*>(wide)[1] = (Floats)(pairs & 0xffff0000u);
+        }
+        return widened_panel.values;
+    }
+};
+
 // What 4-bit codes stand for: a group's scale and zero point.
 struct ZeroPoints {
     static constexpr Format kFormat = Format::INT4;
@@ -298,10 +337,25 @@ void product_by(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float
     walk<Kernel, Blocking>(ProductArgs{w, rows, y, ldy, add}, n0 / kPanelOutputs, layout::panels(n1));
 }
 
+// As many rows at a time as stay in a cache when they are widened.
+void multiply_widened(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
+    constexpr int64_t kInputs = 1 << 18;
+    const int64_t k = padded(w.k), n_rows = kInputs / k < 48 ? 48 : kInputs / k;
+    for (int64_t first = 0; first < rows.m; first += n_rows) {
+        Rows some = slice(rows, w.k, first, n_rows);
+        float* wide = widened_inputs.at_least(some.m * k);
+        for (int64_t i = 0; i < some.m * k; ++i) wide[i] = float_of_bf16(some.bf16[i]);
+        some.f32 = wide;
+        product_by<Widened, WidenedBlocking>(w, some, n0, n1, y + first * ldy, ldy, add);
+    }
+}
+
 void multiply_rows(const Matrix& w, const Rows& rows, int64_t n0, int64_t n1, float* y, int64_t ldy, bool add) {
     switch (w.format) {
         case Format::F32: return product_by<F32>(w, rows, n0, n1, y, ldy, add);
-        case Format::BF16: return product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
+        case Format::BF16:
+            if (rows.m >= RegisterBlocking::kWidensFrom) return multiply_widened(w, rows, n0, n1, y, ldy, add);
+            return product_by<Bf16>(w, rows, n0, n1, y, ldy, add);
         case Format::W8A8: return product_by<W8A8>(w, rows, n0, n1, y, ldy, add);
         case Format::INT8: return product_by<Int8>(w, rows, n0, n1, y, ldy, add);
         case Format::INT4:

@@ -18,6 +18,7 @@ struct RegisterBlocking {
     static constexpr int kMaxRows = 4;
     static constexpr int panels_of(int r) { return r == 1 ? 4 : r == 2 ? 2 : 1; }  // two of 16 registers a panel
     static constexpr bool half_by_half(int r) { return r == 2 || r == 3; }  // of bf16, whose floats take four registers
+    static constexpr int64_t kWidensFrom = 24;                              // rows of bf16
 };
 struct Int4Blocking : RegisterBlocking {
     static constexpr int panels_at_once(int) { return 1; }  // there is no room for the nibbles of several

@@ -15,6 +15,7 @@ struct RegisterBlocking {
     // As many as leave room for the weights in 32 registers, and enough chains for the latency of a sum.
     static constexpr int panels_of(int r) { return r <= 2 ? 8 : r <= 6 ? 4 : 2; }
     static constexpr bool half_by_half(int) { return false; }
+    static constexpr int64_t kWidensFrom = INT64_MAX;
 };
 // Sums of a group and of all groups side by side: twice the registers for each row and panel.
 struct Int4Blocking {

@@ -20,6 +20,7 @@ struct RegisterBlocking {
     static constexpr int kMaxRows = 4;
     static constexpr int panels_of(int r) { return r <= 2 ? 2 : 1; }  // four of 32 registers a panel
     static constexpr bool half_by_half(int) { return false; }
+    static constexpr int64_t kWidensFrom = INT64_MAX;
 };
 struct Int4Blocking : RegisterBlocking {
     static constexpr int panels_at_once(int) { return 1; }
