@@ -98,7 +98,7 @@ def _process(engine: str, command: list[str]) -> dict[str, Any]:
 
 
 def versions(pythons: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "machine": recorded.machine(), "twostroke": code_version()}
+    found: dict[str, Any] = {"python": platform.python_version(), "machine": recorded.machine(), "code": code_version()}
     for engine, python in pythons.items():
         done = subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=False)
         wanted = ("torch==", "vllm", "llama", "openvino==", "optimum", "transformers==")
@@ -129,8 +129,13 @@ def main() -> None:
                 for variant in VARIANTS[engine]:
                     if args.variants and variant not in args.variants:
                         continue
-                    model = model_for(engine, variant, source, args.models, pythons)
-                    result = measure(engine, variant, model, shape_name, pythons, args.repeats) | {"round": round_number}
+                    try:
+                        model = model_for(engine, variant, source, args.models, pythons)
+                        result = measure(engine, variant, model, shape_name, pythons, args.repeats)
+                    except subprocess.CalledProcessError as error:  # one peer's converter does not end the run of all
+                        failure = recorded.without_folders(str(error))
+                        result = {"shape": shape_name, "engine": engine, "variant": variant, "error": failure}
+                    result["round"] = round_number
                     with raw.open("a", encoding="utf-8") as stream:
                         stream.write(json.dumps(result) + "\n")
                     print(_line(result), flush=True)
