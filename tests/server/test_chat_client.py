@@ -44,7 +44,7 @@ class Terminal:
             stderr=theirs,
             start_new_session=True,
             preexec_fn=_at_terminal,
-            env=environment(home) | {"TERM": "dumb"},
+            env=environment(home) | {"TERM": "dumb", "COLUMNS": "400"},  # or paths of tests are folded
         )
         os.close(theirs)
         self._seen = b""

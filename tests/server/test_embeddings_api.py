@@ -75,7 +75,7 @@ def test_the_openai_client_reads_vectors(echo: Served) -> None:
         ({"input": "\ud800"}, None, "half of a surrogate pair"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format is not valid"),
         ({"input": "a", "pooling": "max"}, "pooling", "pooling is not valid"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is not valid"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions must be at least 1."),
         ({"input": "a", "dimensions": 8}, "dimensions", "dimensions=8 is not supported: this model's vectors have 16 numbers"),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "is not a known field."),
         ({"input": "a", "model": "other"}, "model", "model 'other' is not served here."),

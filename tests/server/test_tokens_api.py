@@ -66,7 +66,7 @@ DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ("/tokenize", b"[]", None, "must be a JSON object"),
         ("/detokenize", {}, "tokens", "tokens is missing."),
         ("/detokenize", {"tokens": [300]}, "tokens", "tokens holds token id 300; ids are from 0 to 299."),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "is not valid"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "must be at least 0."),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]", "is not valid"),
         ("/detokenize", {"tokens": "abc"}, "tokens", "is not valid"),
         ("/detokenize", {"tokens": [1], "prompt": "a"}, "prompt", "is not a known field"),

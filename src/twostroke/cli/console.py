@@ -30,7 +30,7 @@ Advance = Callable[..., None]
 
 def terminal_width() -> int:
     """Columns for a wide table: the terminal's, from 80 to 120; 120 into a file or a pipe."""
-    return min(120, max(80, shutil.get_terminal_size((120, 24)).columns))
+    return min(120, max(80, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else 120
 
 
 def emit(document: object, text: str, as_json: bool, verbatim: bool = False) -> None:
