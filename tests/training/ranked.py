@@ -103,6 +103,16 @@ class RankRunner:
         assert all(hashes == answers[0][1] for _, hashes, _ in answers)
 
 
+def train_each_counting(counts: dict[str, int], ranks: Any, recipes: list[TrainRecipe]) -> list[dict[str, int]]:
+    """What ``counts`` comes to in this process by training each of ``recipes``."""
+    found = []
+    for recipe in recipes:
+        counts.clear()
+        train(recipe, ranks=ranks)
+        found.append(dict(counts))
+    return found
+
+
 def values_of(directory: Path) -> list[tuple[Any, ...]]:
     """What every line of the step log says of the run itself."""
     names = ("step", "loss", "grad_norm", "block_grad_norms", "tokens", "epoch", "skipped")

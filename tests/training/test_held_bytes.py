@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked import RankRunner, laid_out
+from ranked import RankRunner, laid_out, train_each_counting
 from torch import Tensor
 
 from twostroke.core.parallel_recipe import ParallelRecipe
@@ -16,7 +16,6 @@ from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import rank_state_bytes, stage_held, stages
 from twostroke.training.run_directory import RunDirectory
-from twostroke.training.start import train
 
 HELD = ("weights", "gradients", "optimizer")
 
@@ -42,12 +41,7 @@ def _train_each(ranks: Any, recipes: list[TrainRecipe]) -> list[dict[str, int]]:
         return found
 
     SummedMasters.accumulate, Optimizers.step = watched, stepped  # type: ignore[method-assign, assignment]
-    found = []
-    for recipe in recipes:
-        most.clear()
-        train(recipe, ranks=ranks)
-        found.append(dict(most))
-    return found
+    return train_each_counting(most, ranks, recipes)
 
 
 def _keep_most(most: dict[str, int], kind: str, tensors: Iterable[Tensor]) -> None:

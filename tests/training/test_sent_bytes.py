@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked import RankRunner, laid_out
+from ranked import RankRunner, laid_out, train_each_counting
 
 from small_models import SPECS
 from twostroke.core.parallel_recipe import ParallelRecipe
@@ -18,7 +18,6 @@ from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.planner.training.sharding import Stage, whole_parameters
 from twostroke.training.run_directory import RunDirectory
-from twostroke.training.start import train
 from twostroke.training.tensor_parallel import cuts
 
 STEPS = 2
@@ -30,12 +29,7 @@ Case = tuple[dict[str, Any], dict[str, float]]
 def _train_each(ranks: Any, recipes: list[TrainRecipe]) -> list[dict[str, int]]:
     from twostroke.training.ranks import SENT
 
-    found = []
-    for recipe in recipes:
-        SENT.clear()
-        train(recipe, ranks=ranks)
-        found.append(dict(SENT))
-    return found
+    return train_each_counting(SENT, ranks, recipes)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.serving import step_time
 from twostroke.planner.serving.datasheet import CHUNK_TOKENS
+from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.shape import Placement
 from twostroke.planner.serving.simulation import Simulated
 from twostroke.planner.serving.step_time import FITTED, HOST_EDGE, Efficiencies, Network, Part, Pass, one_pass
-from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION, SHARES_FREE_MEMORY
+from twostroke.planner.serving.strategy import GPU_MEMORY_UTILISATION
 from twostroke.planner.truth.intervals import EXPERTS, FILE, LEAST_RUNS, LEVEL, SERVED, read_ranges
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines"), str(Path(__file__).parents[2])]
@@ -207,9 +208,7 @@ def cache_tokens(spec: ModelSpec, scheme: str, at: Placement, width: float, hard
     """Tokens that the KV cache of one copy holds."""
     head = 2 * step_time.head_matrix(spec).weights * 2.0 / at.tensor
     held = step_time.device_bytes(spec, scheme, at) / at.pipeline + head
-    whole = hardware.memory_bytes - held - ACTIVATIONS_BYTES
-    shared = whole if engine in SHARES_FREE_MEMORY else hardware.memory_bytes
-    room = whole - (1 - GPU_MEMORY_UTILISATION) * shared
+    room = policy_of(engine).room_bytes(GPU_MEMORY_UTILISATION, hardware.memory_bytes, held, ACTIVATIONS_BYTES)
     shards = step_time.shards(spec, scheme, at)
     token = sum(s.count * (s.cache_elements + s.index_elements) for s in shards) * width / at.pipeline
     return max(0.0, at.attention_groups * room / token)
@@ -568,15 +567,16 @@ def main() -> None:
     print(json.dumps({k: float(f"{v:.4g}") for k, v in values.items()}), file=sys.stderr)
     splits = {name: held_out(rows, key, expected) for name, (_, key) in SPLITS.items()}
     loads = simulated_loads(rows, of, options.loads) if options.loads else {}
+    first_s = first_tokens_s(loads)
     lines = summary(rows, values, splits, expected, left_out)
-    lines += first_tokens(loads) + independent(h100, a100, values, splitwise_errors(assets, of), expected)
+    lines += first_tokens(loads, first_s) + independent(h100, a100, values, splitwise_errors(assets, of), expected)
     text = "\n".join([*lines, ""])
     print(text)
     if options.out:
-        write_run(options.out, text, rows, Table(rows, told=False).predict(values), splits, loads)
+        write_run(options.out, text, rows, Table(rows, told=False).predict(values), splits, first_s)
     if options.write_efficiencies:
         write_efficiencies(values, rows, splits["model"], loads)
-        write_intervals(rows, splits["model"], loads)
+        write_intervals(rows, splits["model"], loads, first_s)
 
 
 def simulated_loads(rows: Sequence[Row], of: Callable[[str, str], Efficiencies], n: int) -> dict[str, tuple[Row, Simulated]]:
@@ -679,15 +679,15 @@ def first_tokens_s(loads: Loads) -> dict[str, float]:
     return {i: found.ttft_s.mean + front_end_s(row) for i, (row, found) in loads.items()}
 
 
-def first_tokens(loads: Loads) -> list[str]:
+def first_tokens(loads: Loads, first_s: dict[str, float]) -> list[str]:
     """Errors of simulated loads. TTFT: the table's is a mean."""
     if not loads:
         return []
-    first, pairs = first_tokens_s(loads), list(loads.values())
+    pairs = list(loads.values())
     lines = ["## Loads, simulated", ""]
     lines += error_table(
         "TTFT, with the front end of other batch sizes' rows",
-        (((r.kind, r.engine, r.load), first[i] / r.ttft_s - 1) for i, (r, _) in loads.items()),
+        (((r.kind, r.engine, r.load), first_s[i] / r.ttft_s - 1) for i, (r, _) in loads.items()),
     )  # fmt: skip
     lines += error_table("TTFT, steps alone", (((r.kind, r.engine), s.ttft_s.mean / r.ttft_s - 1) for r, s in pairs))
     return lines + error_table("TPOT, mean", (((r.kind, r.engine), s.tpot_s.mean / r.tpot_s - 1) for r, s in pairs))
@@ -708,9 +708,8 @@ def independent(
 
 def write_run(
     out: Path, text: str, rows: Sequence[Row], every: Any, splits: dict[str, dict[str, float]],
-    loads: Loads,
+    first_s: dict[str, float],
 ) -> None:  # fmt: skip
-    firsts = first_tokens_s(loads)
     about = f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     recorded.write(out, {"summary.md": text, "command.txt": f"{recorded.command()}\n{about}\n"})
     with (out / "predictions.csv").open("w", encoding="utf-8", newline="") as file:
@@ -721,7 +720,7 @@ def write_run(
                          "unseen_tensor_ms", "all_rows_ms", "measured_ttft_ms", "simulated_ttft_ms"])  # fmt: skip
         for r, seen in zip(rows, every, strict=True):
             unseen = [f"{1e3 * splits[s][r.id]:.4g}" for s in SPLITS]
-            first = f"{1e3 * firsts[r.id]:.4g}" if r.id in firsts else ""
+            first = f"{1e3 * first_s[r.id]:.4g}" if r.id in first_s else ""
             writer.writerow([r.id, r.model, r.system, r.engine, r.precision, r.mode, r.tensor, r.at.expert, r.batch,
                              f"{r.running:.4g}", r.prompt, r.output, int(r.hits), f"{1e3 * r.tpot_s:.5g}", *unseen,
                              f"{1e3 * seen:.4g}", f"{1e3 * r.ttft_s:.5g}", first])  # fmt: skip
@@ -760,14 +759,14 @@ def write_efficiencies(values: dict[str, float], rows: Sequence[Row], unseen: di
     step_time.EFFICIENCIES_FILE.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def write_intervals(rows: Sequence[Row], unseen: dict[str, float], loads: Loads) -> None:
+def write_intervals(rows: Sequence[Row], unseen: dict[str, float], loads: Loads, first_s: dict[str, float]) -> None:
     """The rows of ``planner/truth/intervals.toml`` that these residuals tell: TPOT of unseen models, and TTFT where loads were
     simulated; dense models and experts apart."""
     source = f"public measured tables, unseen models; benchmarks/planner/public_tables, {date.today().isoformat()}"
-    ranges, firsts = dict(read_ranges()), first_tokens_s(loads)
+    ranges = dict(read_ranges())
     for kind, basis in (("dense", SERVED), ("experts", EXPERTS)):
         ranges["decode", basis, "decode"] = fitted_range(residuals([r for r in rows if r.kind == kind], unseen), source)
-        first = [math.log(r.ttft_s / firsts[i]) for i, (r, _) in loads.items() if r.kind == kind]
+        first = [math.log(r.ttft_s / first_s[i]) for i, (r, _) in loads.items() if r.kind == kind]
         if len(first) >= LEAST_RUNS:
             ranges["ttft", basis, "serve"] = fitted_range(first, source)
     FILE.write_text(intervals_text(ranges), encoding="utf-8")

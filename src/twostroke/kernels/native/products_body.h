@@ -164,6 +164,7 @@ struct Widened {
     template <int R, int>
     static void block(const ProductArgs& to, int64_t row, int64_t panel) {
         const int64_t k = padded(to.w.k);
+        // The walk takes all blocks of rows over one panel before the next.
         const float* weights = to.block == 0 ? widen(to, panel, k) : widened_panel.values;
         const RowPointers<float, R> x(to.rows.f32 + row * k, k);
         F32x16 sum[R];
@@ -184,8 +185,8 @@ struct Widened {
             __builtin_prefetch(from + ahead, 0, 2);
             Words pairs;
             __builtin_memcpy(&pairs, from, sizeof(pairs));
-            reinterpret_cast<Floats*>(wide)[0] = (Floats)(pairs << 16);
-            reinterpret_cast<Floats*>(wide)[1] = (Floats)(pairs & 0xffff0000u);
+            store(wide, (Floats)(pairs << 16));
+            store(wide + kPanelOutputs, (Floats)(pairs & 0xffff0000u));
         }
         return widened_panel.values;
     }

@@ -1,4 +1,4 @@
-"""How engines choose a step: which prompts, how much of them, and what memory they hold. One row an engine.
+"""How engines choose a step: which prompts, how much of them, and what memory they hold and take. One row an engine.
 
 Ours is the scheduler that serves (``scheduling``). The others are the same scheduler with a rule or two changed.
 """
@@ -89,7 +89,8 @@ AT_ONCE = Taking()
 
 @dataclass(frozen=True)
 class Policy:
-    """An engine's defaults. ``token_budget``: most tokens of a step; ``max_running``: most requests that run at once."""
+    """An engine's defaults. ``token_budget``: most tokens of a step; ``max_running``: most requests that run at once;
+    ``shares_free``: the share of memory that it takes is of what weights leave, not of all."""
 
     name: str
     scheduler: type[SteadyScheduler]
@@ -97,6 +98,13 @@ class Policy:
     max_running: int
     source: str
     taking: Taking = AT_ONCE
+    shares_free: bool = False
+
+    def room_bytes(self, share: float, memory_bytes: float, weights_bytes: float, process_bytes: float) -> float:
+        """Bytes left for the KV cache where ``share`` of memory may be used. May be negative."""
+        if self.shares_free:
+            return share * (memory_bytes - weights_bytes - process_bytes)
+        return share * memory_bytes - weights_bytes - process_bytes
 
 
 POLICIES = {
@@ -119,8 +127,10 @@ POLICIES = {
         Policy(
             "trtllm", WholePrompts, 8192, 2048,
             "nvidia.github.io/TensorRT-LLM/features/paged-attention-ifb-scheduler: max_num_tokens 8192, max_batch_size 2048, "
-            "GUARANTEED_NO_EVICT, chunked context off; features/overlap-scheduler: on",
+            "GUARANTEED_NO_EVICT, chunked context off; features/overlap-scheduler: on; "
+            "llm-api/reference/KvCacheConfig: free_gpu_memory_fraction",
             Taking(ahead=True),
+            shares_free=True,
         ),
         Policy(
             "llama.cpp", ReservingScheduler, 2048, 4,

@@ -16,14 +16,12 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.money.power import Busy, busy_of
 from twostroke.planner.serving.memory import kv_bytes_on_device, page_bytes
+from twostroke.planner.serving.policies import policy_of
 from twostroke.planner.serving.shape import ServingShape
 from twostroke.planner.work.component import Work, total_seconds
 
 GPU_MEMORY_UTILISATION = 0.9
 CPU_MEMORY_UTILISATION = 0.5
-SHARES_FREE_MEMORY = ("trtllm",)
-"""Engines whose share is of the memory that weights leave, not of all (nvidia.github.io/TensorRT-LLM,
-KvCacheConfig.free_gpu_memory_fraction: 0.9)."""
 """Share of memory that weights and KV cache may take at most: others live on a CPU machine too."""
 
 
@@ -87,17 +85,13 @@ class Strategy(ABC):
         return kv_bytes_on_device(self.cached, self.shape, page_bytes(self.cached, self.shape))
 
     def room_for_kv(self) -> float:
-        """Bytes left for the KV cache: utilisation · memory − weights − the process at rest; of an engine that shares free
-        memory, utilisation · (memory − weights − process). May be negative."""
+        """Bytes left for the KV cache, by the engine's own rule. May be negative."""
         hardware = self.hardware
         most = min(GPU_MEMORY_UTILISATION, hardware.lent_share) if hardware.kind == "gpu" else CPU_MEMORY_UTILISATION
         share = letter("share", most)
         held, process = self.weights_bytes(), letter("process", hardware.process.resident_bytes)
         source = f"{hardware.label}: memory {hardware.basis}, share assumed"
-        if self.shape.engine in SHARES_FREE_MEMORY:
-            room = share * (hardware.memory_bytes - held - process)
-        else:
-            room = share * hardware.memory_bytes - held - process
+        room = policy_of(self.shape.engine).room_bytes(share, hardware.memory_bytes, held, process)
         return named("room_for_kv_bytes", room, "bytes", source, "assumed")
 
     def cache_pages(self) -> int:
