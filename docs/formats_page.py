@@ -39,8 +39,7 @@ _TESTS = """
   matrices that a value chooses: the report says how many. Routers stay in fp32. Latent attention caches the keys and values of
   every head.
 - `litert`: the same of LiteRT's interpreter, and one model of each other family in fp32. Both keep at most 2,048 tokens.
-  Routers that choose among groups first (DeepSeek-V3's) are refused: LiteRT's interpreter does not have the sort that they are
-  traced to. A table that is embedding and head stands in int8 and int4 files twice, once a signature.
+  A table that is embedding and head stands in int8 and int4 files twice, once a signature.
 - `coreml`: converted and computed, but not run: Core ML is part of Apple's systems. An interpreter of its operations in the
   test (`tests/interop/mil_interpreter.py`, `make soak`) computes the saved package on the same models, and 64 greedy tokens,
   and checks each result's type and declared shape. It says nothing of Core ML's own kernels, speed and memory. The KV cache
@@ -96,18 +95,14 @@ def _row(name: str) -> str:
 
 
 def _families() -> str:
-    lines = ["| model_type | hf, onnx, openvino, executorch, coreml | litert | mlx | gguf |", "|---|---|---|---|---|"]
+    lines = ["| model_type | hf, onnx, openvino, executorch, coreml, litert | mlx | gguf |", "|---|---|---|---|"]
     in_gguf = {name for row in GGUF_FAMILIES.values() for name in row.families}
     for name in FAMILIES:
         in_codes = "fp32, bf16, fp16" if name == "gpt2" else "all"
         by_mlx = in_codes if name in mlx.READ else "refused"
-        by_litert = "all without groups" if name in _GROUPS else "all"
-        lines.append(f"| `{name}` | all | {by_litert} | {by_mlx} | {'all' if name in in_gguf else 'refused'} |")
+        lines.append(f"| `{name}` | all | {by_mlx} | {'all' if name in in_gguf else 'refused'} |")
     return "\n".join(lines) + "\n"
 
-
-_GROUPS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe")
-"""Families whose configurations can have routers that choose among groups first."""
 
 _WHY = """
 "all" says that every precision is written, where sizes are whole groups. Opened by their programs in the tests above, in fp32:
@@ -116,13 +111,12 @@ _WHY = """
 - by `onnx` and `openvino`: `llama`, `mistral`, `qwen2`, `qwen3`, `olmo2`, `olmo3`, `gpt2`, `gemma2`, `gemma3_text`, `phi3`,
   `smollm3`, `granite`, `cohere2`, `gpt_neox`, `falcon`, `glm4`, `mixtral`, `qwen2_moe`, `olmoe`, `granitemoe`, `glm4_moe`,
   `deepseek_v2`, `deepseek_v3`, `gpt_oss`. The others are built of the same operations and were not opened.
-- by `executorch`, `litert` and the interpreter of `coreml`: `llama`, `cohere2`, `gemma2`, `glm4`, `gpt2`, `gpt_neox`,
-  `gpt_oss`, `olmo3`, `qwen2_moe`, and `deepseek_v3` but for `litert`; `llama`, `qwen2_moe` (int8) and `glm4_moe` (int4) in
-  codes. By `litert` each other family in fp32 too, but `glm4_moe`, whose model in the test has groups. The others were not
-  opened.
+- by `executorch`, `litert` and the interpreter of `coreml`: `llama`, `cohere2`, `deepseek_v3`, `gemma2`, `glm4`, `gpt2`,
+  `gpt_neox`, `gpt_oss`, `olmo3` and `qwen2_moe`; `llama`, `qwen2_moe` (int8) and `glm4_moe` (int4) in codes. By `litert` each
+  other family in fp32 too. The others were not opened.
 - by `gguf`: each family that is not refused but `mistral`; `phi3` and `exaone4` without windows, which llama.cpp leaves out.
 
-Refused by `litert`: routers of groups, as above. Refused by `mlx`: mlx-lm has no such family, or reads another layout of it
+Refused by `mlx`: mlx-lm has no such family, or reads another layout of it
 than ours. Its sliding windows are computed in some families alone; the report says where they are not. By `gguf`: no
 architecture of it is read here. A model whose file would not read back as it was is refused, and the field that differs is
 named.

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from twostroke.core.aside import require_space
-from twostroke.core.errors import ConfigError
-from twostroke.core.spec import ModelSpec
 from twostroke.interop.export_targets import ExportSource
 from twostroke.interop.moved import Held, Made
 from twostroke.interop.static_decoder import StaticDecoder, expect_program, notes_of, require_groups, write_companions
@@ -46,16 +44,6 @@ def named(cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return {f"kv_cache_{kind}_{i}": one for i, pair in enumerate(cache) for kind, one in zip("kv", pair, strict=True)}
 
 
-def require_no_groups(spec: ModelSpec) -> None:
-    """Raise ConfigError for a router that chooses among groups of experts first."""
-    if spec.moe is not None and spec.moe.n_groups > 1:
-        raise ConfigError(
-            f"--to litert does not write the router of this {spec.family} model, which chooses {spec.moe.top_groups} of "
-            f"{spec.moe.n_groups} groups first: it is traced to STABLEHLO_SORT, which LiteRT's interpreter does not have. "
-            "Use --to executorch or onnx."
-        )
-
-
 def expect_litert(source: ExportSource, held: Held, precision: str) -> Made:
     """What the program holds, nearly. Each signature has of an output in 8 bits a scale in fp32 and a zero point of 8 bytes;
     scales of groups are fp16. Of a table that is embedding and head, ai-edge-quantizer writes both once a signature, in numbers
@@ -68,11 +56,10 @@ def expect_litert(source: ExportSource, held: Held, precision: str) -> Made:
 def write_litert(source: ExportSource, out: Path, precision: str) -> tuple[str, ...]:
     """Fill ``out`` with the program, the tokenizer and the configuration. In int8 and int4 inputs of products are rounded to 8
     bits a token as they come; int4 is symmetric in groups of 32 with a head in 8 bits. Memory: several times the model in
-    fp32. Raises OSError if the program in fp32 does not fit on the disk, ConfigError for a router of groups, and in int4 if
-    32 does not divide what its products read."""
+    fp32. Raises OSError if the program in fp32 does not fit on the disk, ConfigError in int4 if 32 does not divide what its
+    products read."""
     import litert_torch
 
-    require_no_groups(source.spec)
     if precision == "int4":
         require_groups(source.spec, "litert")
     program = _WithNames(StaticDecoder(source).eval()).eval()

@@ -19,7 +19,7 @@ from twostroke.model.attention import compute_dtype
 from twostroke.model.mlp import gated
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 
 def choose_experts(
@@ -36,14 +36,25 @@ def choose_experts(
     ranked = scores if correction is None else scores + correction
     if moe.n_groups > 1:
         by_group = ranked.unflatten(-1, (moe.n_groups, -1))  # (n, groups, X / groups)
-        best = by_group.amax(-1) if correction is None else by_group.topk(2, dim=-1).values.sum(-1)
-        left_out = torch.ones_like(best).scatter(1, best.topk(moe.top_groups, dim=-1).indices, 0.0)
-        ranked = by_group.masked_fill(left_out.bool()[..., None], float("-inf")).flatten(1)
+        ranked = by_group.masked_fill(_left_out(by_group, moe.top_groups, correction is not None), float("-inf")).flatten(1)
     chosen = ranked.topk(moe.top_k, dim=-1).indices
     shares = scores.gather(1, chosen)
     if moe.normalised:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
     return shares * moe.share_scale, chosen
+
+
+def _left_out(by_group: Float[Tensor, "n groups m"], top_groups: int, by_two: bool) -> Bool[Tensor, "n groups 1"]:
+    """Whether a group is none of a row's best ``top_groups``, by its best score or the sum of its two best; of equal groups the
+    first are better. By comparisons alone: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here."""
+    best = by_group.amax(-1)
+    if by_two:
+        is_best = torch.arange(by_group.shape[-1], device=by_group.device) == by_group.argmax(-1, keepdim=True)
+        best = best + by_group.masked_fill(is_best, float("-inf")).amax(-1)
+    this, other = best[:, :, None], best[:, None, :]
+    group = torch.arange(best.shape[-1], device=best.device)
+    better = (other > this) | ((other == this) & (group < group[:, None]))
+    return better.sum(-1, keepdim=True) >= top_groups
 
 
 class ExpertMatrix(nn.Module):

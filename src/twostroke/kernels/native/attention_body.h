@@ -127,12 +127,60 @@ TS_INLINE void spread_factors(uint32_t* words, int64_t n) {
         words[2 * i + 1] = both & 0xffff0000u;
     }
 }
-// Sixteen weights in bf16, in the lower half of each word.
-TS_INLINE void store_weights(uint32_t* weights, int t, Words rounded) {
-    store(reinterpret_cast<float*>(weights) + t * ts::kTile, (Floats)(rounded << 16));
+TS_INLINE Sums every(float x) { return ts::broadcast(x); }
+TS_INLINE Sums plus(Sums a, Sums b) { return ts::add(a, b); }
+TS_INLINE Sums minus(Sums a, Sums b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+TS_INLINE Sums times(Sums a, Sums b) { return ts::multiply(a, b); }
+TS_INLINE Sums times_plus(Sums a, Sums b, Sums c) { return ts::fma(a, b, c); }
+TS_INLINE Sums larger(Sums a, Sums b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+TS_INLINE Sums power_of_two(Sums x) { return {exp2_of_half(x.low), exp2_of_half(x.high)}; }
+TS_INLINE float power_of_two(float x) { return _mm256_cvtss_f32(exp2_of_half(_mm256_set1_ps(x))); }
+TS_INLINE Split split(Sums x) {
+    Split both;
+    both.half[0] = x.low, both.half[1] = x.high;
+    return both;
+}
+TS_INLINE float largest_of(Sums x) { return max_of(split(x).whole); }
+TS_INLINE float total_of(Sums x) { return sum_of(split(x).whole); }
+TS_INLINE Sums bounded_by(Sums x, float cap) {
+    const Split y{bounded(split(x).whole, cap)};
+    return {y.half[0], y.half[1]};
+}
+TS_INLINE __m256 only_lanes(__m256 x, int first, int low, int high) {
+    const __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    const __m256i out = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), lane),
+                                        _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(high)));
+    return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), _mm256_castsi256_ps(out));
+}
+TS_INLINE Sums only_lanes(Sums x, int low, int high) {
+    return {only_lanes(x.low, 0, low, high), only_lanes(x.high, 8, low, high)};
+}
+TS_INLINE __m256 rounded_to_bf16(__m256 x) { return _mm256_castsi256_ps(_mm256_slli_epi32(bf16_words_of_half(x), 16)); }
+TS_INLINE Sums rounded_to_bf16(Sums x) { return {rounded_to_bf16(x.low), rounded_to_bf16(x.high)}; }
+// Sixteen weights, rounded to bf16.
+TS_INLINE void store_weights(uint32_t* weights, int t, Sums rounded) {
+    store_sums(reinterpret_cast<float*>(weights) + t * ts::kTile, rounded);
 }
 #else
 using Sums = Floats;
+TS_INLINE Sums every(float x) { return all(x); }
+TS_INLINE Sums plus(Sums a, Sums b) { return a + b; }
+TS_INLINE Sums minus(Sums a, Sums b) { return a - b; }
+TS_INLINE Sums times(Sums a, Sums b) { return a * b; }
+TS_INLINE Sums times_plus(Sums a, Sums b, Sums c) { return fma(a, b, c); }
+TS_INLINE Sums larger(Sums a, Sums b) { return greater(a, b); }
+TS_INLINE Sums power_of_two(Sums x) { return exp2_of(x); }
+TS_INLINE float power_of_two(float x) { return exp2_of(all(x))[0]; }
+TS_INLINE float largest_of(Sums x) { return max_of(x); }
+TS_INLINE float total_of(Sums x) { return sum_of(x); }
+TS_INLINE Sums bounded_by(Sums x, float cap) { return bounded(x, cap); }
+TS_INLINE Sums only_lanes(Sums x, int low, int high) {
+    const Ints lane = lane_numbers();
+    const Floats none = all(-__builtin_inff());
+    x = lane < low ? none : x;
+    return lane > high ? none : x;
+}
+TS_INLINE Sums rounded_to_bf16(Sums x) { return (Floats)(bf16_words(x) << 16); }
 TS_INLINE Sums no_sums() { return all(0.0f); }
 TS_INLINE Sums load_sums(const float* p) { return load(p); }
 TS_INLINE void store_sums(float* p, Sums v) { store(p, v); }
@@ -169,8 +217,8 @@ TS_INLINE void add_products(Sums (&sums)[Rows][N], Factor factor, Vector vector)
     for (int r = 0; r < Rows; r++)
         for (int n = 0; n < N; n++) sums[r][n] = Format::dot(sums[r][n], factor(r), many[n]);
 }
-TS_INLINE void store_weights(uint32_t* weights, int t, Words rounded) {
-    store_halves(reinterpret_cast<uint16_t*>(weights) + t * ts::kTile, low_halves(rounded), kLanes);
+TS_INLINE void store_weights(uint32_t* weights, int t, Sums rounded) {
+    store_halves(reinterpret_cast<uint16_t*>(weights) + t * ts::kTile, low_halves((Words)rounded >> 16), kLanes);
 }
 #endif
 
@@ -317,55 +365,53 @@ int64_t attend_scratch_bytes(const ts::KvLayout& kv, int64_t group) {
 TS_INLINE void softmax(const ts::KvLayout& kv, const Tiles<kTilesPerBlock>& tiles, int64_t r, int64_t first,
                        int64_t least, int64_t last, int n_tiles, float cap, Scratch& s) {
     float* scores = s.scores + r * ts::kBlock;
-    const Floats none = all(-__builtin_inff());
-    Floats x[kTilesPerBlock];
-    Floats running_max = none;
+    const Sums none = every(-__builtin_inff());
+    Sums x[kTilesPerBlock];
+    Sums running_max = none;
     for (int t = 0; t < kTilesPerBlock; t++) {
         x[t] = none;
         if (t >= n_tiles) continue;
-        x[t] = load(scores + t * ts::kTile);
-        if (in_codes(kv.type)) x[t] *= load(tiles.key_scales + t * ts::kTile);
+        x[t] = load_sums(scores + t * ts::kTile);
+        if (in_codes(kv.type)) x[t] = times(x[t], load_sums(tiles.key_scales + t * ts::kTile));
         if (kv.type == ts::KvType::INT4)
-            x[t] = fma(load(tiles.key_middles + t * ts::kTile), all(s.query_sums[r]), x[t]);
-        if (cap > 0.0f) x[t] = bounded(x[t], cap * kLog2e);
+            x[t] = times_plus(load_sums(tiles.key_middles + t * ts::kTile), every(s.query_sums[r]), x[t]);
+        if (cap > 0.0f) x[t] = bounded_by(x[t], cap * kLog2e);
         const int64_t position = first + t * ts::kTile;
         if (position < least || position + ts::kTile - 1 > last) {
-            const Ints lane = lane_numbers();
             const int low = least - position > 0 ? static_cast<int>(least - position < 16 ? least - position : 16) : 0;
             const int high = last - position < 15 ? static_cast<int>(last - position > -1 ? last - position : -1) : 15;
-            x[t] = lane < low ? none : x[t];
-            x[t] = lane > high ? none : x[t];
+            x[t] = only_lanes(x[t], low, high);
         }
-        running_max = greater(running_max, x[t]);
+        running_max = larger(running_max, x[t]);
     }
-    const float before = s.running_max[r], here = max_of(running_max);
+    const float before = s.running_max[r], here = largest_of(running_max);
     const float now = here > before ? here : before;
     const float base = now > -__builtin_inff() ? now : 0.0f;
-    const float correction = exp2_of(all(before - base))[0];
-    Floats total = all(0.0f);
+    const float correction = power_of_two(before - base);
+    Sums total = no_sums();
     for (int t = 0; t < n_tiles; t++) {
-        Floats w = exp2_of(x[t] - all(base));
+        Sums w = power_of_two(minus(x[t], every(base)));
         if (kv.type == ts::KvType::F32) {
-            total += w;
-            store(reinterpret_cast<float*>(s.weights) + r * ts::kBlock + t * ts::kTile, w);
+            total = plus(total, w);
+            store_sums(reinterpret_cast<float*>(s.weights) + r * ts::kBlock + t * ts::kTile, w);
             continue;
         }
         if (kv.type == ts::KvType::BF16) {
-            const Words rounded = bf16_words(w);
-            total += (Floats)(rounded << 16);  // the sum of what is multiplied, so that weights sum to 1
-            store_weights(s.weights + r * ts::kBlock, t, rounded);
+            w = rounded_to_bf16(w);
+            total = plus(total, w);  // the sum of what is multiplied, so that weights sum to 1
+            store_weights(s.weights + r * ts::kBlock, t, w);
             continue;
         }
-        total += w;
-        w *= load(tiles.value_scales + t * ts::kTile);
-        store_weights(s.weights + r * ts::kBlock, t, bf16_words(w));
+        total = plus(total, w);
+        w = times(w, load_sums(tiles.value_scales + t * ts::kTile));
+        store_weights(s.weights + r * ts::kBlock, t, rounded_to_bf16(w));
     }
-    s.denominator[r] = s.denominator[r] * correction + sum_of(total);
+    s.denominator[r] = s.denominator[r] * correction + total_of(total);
     s.running_max[r] = now;
     if (correction != 1.0f)
         for (int64_t d = 0; d < s.padded; d += kLanes) {
             float* sums = s.sums + r * s.padded + d;
-            store(sums, load(sums) * all(correction));
+            store_sums(sums, times(load_sums(sums), every(correction)));
         }
 }
 

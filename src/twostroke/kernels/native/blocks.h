@@ -34,8 +34,13 @@ struct Ahead {
 
 // `from`: of panel t.
 __attribute__((always_inline)) inline void fetch(const char* from, const Ahead& ahead, int t) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // One for each line: with two an int4 row took 1.3 times as long in cache (48 instead of 62 GB/s).
+    __builtin_prefetch(from + (t == 0 ? ahead.first : ahead.others), 0, 2);
+#else
     __builtin_prefetch(from + (t == 0 ? ahead.first : ahead.others), 0, 3);
     __builtin_prefetch(from + ahead.far, 0, 2);
+#endif
 }
 
 // For T panels read side by side, `bytes` of k_rows behind a head each. One block of rows: what it will read
@@ -146,7 +151,7 @@ void walk(ProductArgs to, int64_t first, int64_t end) {
     const int widest = Blocking::panels_of(int((m + n_blocks - 1) / n_blocks));
     for (int64_t panel = first; panel < end; panel += widest) {
         const int64_t last = panel + widest < end ? panel + widest : end;
-        to.last = last == end;
+        to.last = last == layout::panels(to.w.n);  // what follows a part of the outputs is mostly the next part
         for (int64_t b = 0; b < n_blocks; ++b) {
             to.block = b;
             const int64_t row = m * b / n_blocks;

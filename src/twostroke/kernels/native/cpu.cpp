@@ -69,7 +69,9 @@ Features cpu() {
 }
 
 PrefetchDistances prefetch_distances() {
-    static const PrefetchDistances found = is_amd() ? PrefetchDistances{2048, 18432} : PrefetchDistances{8192, 8192};
+    static const PrefetchDistances found = !is_amd()                          ? PrefetchDistances{8192, 8192}
+                                           : cpu() & set_of(Feature::avx512f) ? PrefetchDistances{2048, 18432}
+                                                                              : PrefetchDistances{4096, 4096};
     return found;
 }
 

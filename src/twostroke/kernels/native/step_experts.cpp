@@ -94,12 +94,14 @@ void Step::run(const RouteTokens& op, Now& now) {
     ThreadMemory& memory = *memory_[now.thread];
     const int64_t X = op.matrix.n, E = op.matrix.k;
     float* const scores = memory.scores.get();
-    float* const logits = now.shared ? router_logits_.get() : scores + 2 * X;
-    const Range outputs = own_outputs(now, op.matrix);
-    product(op.matrix, now.prepared, outputs.first, outputs.last, logits, X, false);
-    if (now.shared) barrier();
     Routing& route = routing(now);
     const bool alone = &route != &routing_;
+    // Of one panel a single thread would compute all, and the others would wait for it.
+    const bool shared = now.shared && !(alone && X <= layout::kPanelOutputs);
+    float* const logits = shared ? router_logits_.get() : scores + 2 * X;
+    const Range outputs = shared ? own_outputs(now, op.matrix) : Range{0, X};
+    product(op.matrix, now.prepared, outputs.first, outputs.last, logits, X, false);
+    if (shared) barrier();
     const Range rows = alone ? Range{0, now.n_rows} : own(now, 1);
     for (int64_t r = rows.first; r < rows.last; r++) choose(op, logits + (r - now.first) * X, r, scores, route);
     if (op.shared_gate.packed != nullptr) {
