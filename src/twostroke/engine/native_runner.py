@@ -79,11 +79,12 @@ class NativeRunner:
         self._starts, self._counts, self._slots = (np.zeros(config.max_running, np.int32) for _ in range(3))
         self._tokens = np.zeros(config.token_budget, np.int32)
         self._n_held = 0
-        self.hidden = torch.empty((0, spec.d_model))  # (n_hidden, E) in fp32: what the head would read of the last step's rows
+        self._no_hidden = torch.empty((0, spec.d_model))
+        self.hidden = self._no_hidden  # (n_hidden, E) in fp32: what the head would read of the last step's rows
         # Rows of logits that stay allocated; more exist only while prompts are scored.
         self._n_usual = config.max_running + config.draft_rows
-        self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
         self._batch = CBatch(table=self.table.ctypes.data, table_stride=width)
+        self._take_logits(0)  # none before the first step: 128 rows of 150,000 words are 77 MB
         arrays = (("starts", self._starts), ("counts", self._counts), ("table_rows", self._slots), ("tokens", self._tokens))
         for name, array in arrays:
             setattr(self._batch, name, array.ctypes.data)
@@ -147,12 +148,10 @@ class NativeRunner:
             self.release_logits()
         if self._logits.shape[0] < n_logits:
             self._take_logits(n_logits)
-        self.hidden = torch.empty((n_hidden, self.plan.spec.d_model))
-        batch.hidden, batch.n_hidden = self.hidden.data_ptr(), n_hidden
+        self.hidden = torch.empty((n_hidden, self.plan.spec.d_model)) if n_hidden else self._no_hidden
+        batch.hidden, batch.n_hidden = self.hidden.data_ptr() if n_hidden else None, n_hidden
         batch.n_requests = n
         batch.kept, batch.n_kept = (None, 0) if kept is None else (kept.ctypes.data, n_kept)
-        batch.logits, batch.best = self._logits.data_ptr(), self._best.data_ptr()
-        batch.best_tokens = self._best_tokens.data_ptr()
         batch.trace = None if trace is None else trace.data_ptr()
         batch.n_threads = n_threads
         if self.experts is not None:
@@ -164,11 +163,22 @@ class NativeRunner:
                 f"not enough memory for the step's scratch buffers (token_budget={len(self._tokens)}, "
                 f"max_running={len(self._starts)}). Lower token_budget."
             )
-        return self._logits[:n_logits]
+        return self._first(n_logits)[0]
 
     def _take_logits(self, n: int) -> None:
         self._logits, self._best = torch.empty((n, self.plan.spec.vocab_size)), torch.empty(n)
         self._best_tokens = torch.empty(n, dtype=torch.int64)
+        self._batch.logits, self._batch.best = self._logits.data_ptr(), self._best.data_ptr()
+        self._batch.best_tokens = self._best_tokens.data_ptr()
+        self._rows_of_logits: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _first(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first ``n`` rows of logits, with the largest of each and its token: the same views step after step. Weights push
+        Python out of the caches, and views and addresses made anew took 29 µs of each step."""
+        found = self._rows_of_logits
+        if found is None or len(found[0]) != n:
+            found = self._rows_of_logits = (self._logits[:n], self._best[:n], self._best_tokens[:n])
+        return found
 
     def hold(self, parts: Parts) -> NativeAdapter:
         """The form in which the library reads an adapter."""
@@ -185,7 +195,7 @@ class NativeRunner:
 
     def best_of(self, n: int) -> tuple[Tensor, Tensor]:
         """The largest logit of each of the last step's first ``n`` rows, and its token. It is NaN if the row is not finite."""
-        return self._best[:n], self._best_tokens[:n]
+        return self._first(n)[1:]
 
     def _hold(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()

@@ -207,16 +207,4 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
     }
 }
 
-// Ask for the next block's tiles while this one is worked on: a lone row's products are shorter than the way to memory.
-void fetch_block(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t first, int64_t end) {
-    if (kv.page_tokens % ts::kTile != 0) return;
-    for (int64_t position = first; position < end && position < first + ts::kBlock; position += ts::kTile) {
-        const int64_t tile = slot_of(kv, pages, position) / ts::kTile;
-        const uint8_t* k = head.keys + tile * kv.key_tile_bytes;
-        const uint8_t* v = head.values + tile * kv.value_tile_bytes;
-        for (int64_t i = 0; i < kv.key_tile_bytes; i += 64) __builtin_prefetch(k + i, 0, 3);
-        for (int64_t i = 0; i < kv.value_tile_bytes; i += 64) __builtin_prefetch(v + i, 0, 3);
-    }
-}
-
 }  // namespace

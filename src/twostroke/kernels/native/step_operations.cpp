@@ -78,7 +78,6 @@ void Step::each_piece(Now& now, const Matrix& w, Work work) {
 
 void Step::multiply(Now& now, const Matrix& w, const Rows& rows, float* y, bool add) {
     each_piece(now, w, [&](Range outputs) {
-        fetch_parts(now, outputs);
         product(w, rows, outputs.first, outputs.last, y + now.first * w.n, w.n, add);
         adapt(now, 0, outputs, y + now.first * w.n, w.n);
     });
@@ -129,14 +128,6 @@ void split_for_parts(const Kernels& kernels, const AdapterAt& at, const float* r
     }
 }
 
-int64_t thin_panel_bytes(AdapterForm form, int64_t k) {
-    return (form == AdapterForm::F32 ? k : (k + 3) / 4) * layout::kKRowBytes;
-}
-
-void fetch_bytes(const void* from, int64_t first, int64_t end) {
-    for (; first < end; first += layout::kKRowBytes) __builtin_prefetch(static_cast<const char*>(from) + first, 0, 2);
-}
-
 }  // namespace
 
 // What the adapters at `op` make of the rows at places [first, last), x (., k) being the rows and `to` the places. A
@@ -162,50 +153,32 @@ void Step::make_thin(const Now& now, size_t op, const float* x, int64_t k, int64
     });
 }
 
-// part(adapter, part, which of its parts, rows, how many, place, first output, last) for each part of an adapter that
-// has something to add to these outputs.
-template <class Run>
-void Step::each_part(const Now& now, Range outputs, Run run) {
-    each_adapter(now, now.op, now.first, now.last,
-                 [&](const Adapter& adapter, const int32_t* rows, int64_t n, int64_t place) {
-        const AdapterAt& at = adapter.at[now.op];
-        for (int64_t i = 0; i < at.n_parts; i++) {
-            const int64_t n0 = std::max<int64_t>(0, outputs.first - at.parts[i].begin);
-            const int64_t n1 = std::min(at.parts[i].n, outputs.last - at.parts[i].begin);
-            if (n0 < n1) run(adapter, i, rows, n, place, Range{n0, n1});
-        }
-    });
-}
-
 // Adds what adapters have to add to these outputs of all rows; y is row now.first's output 0.
 void Step::adapt(const Now& now, int second, Range outputs, float* y, int64_t ldy) {
     const int64_t width = batch_->adapter_width;
-    each_part(now, outputs,
-              [&](const Adapter& adapter, int64_t i, const int32_t* rows, int64_t n, int64_t place, Range of_part) {
-        const AdapterPart& part = adapter.at[now.op].parts[i];
-        if (part.second != second) return;
+    each_adapter(now, now.op, now.first, now.last,
+                 [&](const Adapter& adapter, const int32_t* rows, int64_t n, int64_t place) {
+        const AdapterAt& at = adapter.at[now.op];
         const float* const thin = now.thin + (place - now.first) * width;
-        const float* from[kChunkRows];
-        float* to[kChunkRows];
-        for (int64_t j = 0; j < n; j++) {
-            from[j] = thin + j * width + part.first;
-            to[j] = y + (rows[j] - now.first) * ldy + part.begin;
+        for (int64_t i = 0; i < at.n_parts; i++) {
+            const AdapterPart& part = at.parts[i];
+            const int64_t first = std::max<int64_t>(0, outputs.first - part.begin);
+            const int64_t last = std::min(part.n, outputs.last - part.begin);
+            if (first >= last || part.second != second) continue;
+            const float* from[kChunkRows];
+            float* to[kChunkRows];
+            for (int64_t j = 0; j < n; j++) {
+                from[j] = thin + j * width + part.first;
+                to[j] = y + (rows[j] - now.first) * ldy + part.begin;
+            }
+            if (adapter.form == AdapterForm::F32) {
+                kernels_->thin_f32(static_cast<const float*>(part.packed), part.k, from, n, first, last, to, true);
+                continue;
+            }
+            const FormRows split_rows{reinterpret_cast<const char*>(thin), 4 * width, width};
+            kernels_->thin_codes(part.packed, (part.k + 3) / 4, nullptr, split_rows.codes(part.first, kPartSums + i), n,
+                                 first, last, to, true);
         }
-        if (adapter.form == AdapterForm::F32)
-            return kernels_->thin_f32(static_cast<const float*>(part.packed), part.k, from, n, of_part.first,
-                                      of_part.last, to, true);
-        const FormRows split_rows{reinterpret_cast<const char*>(thin), 4 * width, width};
-        kernels_->thin_codes(part.packed, (part.k + 3) / 4, nullptr, split_rows.codes(part.first, kPartSums + i), n,
-                             of_part.first, of_part.last, to, true);
-    });
-}
-
-// Before the base's product of these outputs, which takes longer: what adapt() will read.
-void Step::fetch_parts(const Now& now, Range outputs) {
-    each_part(now, outputs, [&](const Adapter& adapter, int64_t i, const int32_t*, int64_t, int64_t, Range of_part) {
-        const AdapterPart& part = adapter.at[now.op].parts[i];
-        const int64_t bytes = thin_panel_bytes(adapter.form, part.k);
-        fetch_bytes(part.packed, of_part.first / layout::kPanelOutputs * bytes, layout::panels(of_part.last) * bytes);
     });
 }
 
@@ -316,7 +289,6 @@ void Step::run(const MlpUp& op, Now& now) {
         for (int64_t n0 = all.first; n0 < all.last; n0 += width) {
             const int64_t n1 = std::min(all.last, n0 + width);
             float* const up = now.shared ? up_.get() : own_memory.up.get() - n0;
-            fetch_parts(now, {n0, n1});
             product(op.matrix, now.prepared, n0, n1, inner, F, false);
             if (op.up.packed != nullptr) product(op.up, now.prepared, n0, n1, up, width, false);
             adapt(now, 0, {n0, n1}, inner, F);

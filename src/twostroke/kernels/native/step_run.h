@@ -162,9 +162,6 @@ private:
     void each_adapter(const Now&, size_t op, int64_t first, int64_t last, Run);
     void make_thin(const Now&, size_t op, const float* x, int64_t k, int64_t first, int64_t last, float* to);
     void adapt(const Now&, int second, Range outputs, float* y, int64_t ldy);
-    template <class Run>
-    void each_part(const Now&, Range outputs, Run);
-    void fetch_parts(const Now&, Range outputs);
     void fetch_next(const Now&);
     void finish(const Now&, bool fetch);
 
