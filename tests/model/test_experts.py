@@ -28,6 +28,24 @@ def test_groups_leave_out_the_experts_of_all_but_the_best() -> None:
     torch.testing.assert_close(shares.sort().values, torch.tensor([[0.6 / 1.5, 0.9 / 1.5]]))  # the correction is in no share
 
 
+@pytest.mark.parametrize("by_two", [False, True])
+def test_groups_are_those_that_sorting_finds(by_two: bool) -> None:
+    moe = MoeSpec(256, 8, 16, n_groups=8, top_groups=4, scores="sigmoid")
+    logits = torch.randn(100, 256, generator=torch.Generator().manual_seed(1))
+    correction = torch.linspace(-0.1, 0.1, 256) if by_two else None
+    scores = torch.sigmoid(logits) + (0.0 if correction is None else correction)
+    best = scores.unflatten(1, (8, 32)).topk(2 if by_two else 1, dim=-1).values.sum(-1)
+    in_best = torch.zeros(100, 8).scatter(1, best.topk(4, dim=-1).indices, 1.0).repeat_interleave(32, dim=1)
+    expected = torch.where(in_best > 0, scores, float("-inf")).topk(8, dim=-1).indices
+    torch.testing.assert_close(choose_experts(moe, logits, correction)[1], expected)
+
+
+def test_of_equal_groups_the_first_are_better() -> None:
+    moe = MoeSpec(8, 2, 16, n_groups=4, top_groups=1, scores="sigmoid")
+    assert set(choose_experts(moe, torch.zeros(1, 8))[1][0].tolist()) == {0, 1}
+    assert set(choose_experts(moe, torch.zeros(1, 8), torch.tensor([0.0, 0.0, 0.1, 0.1] * 2))[1][0].tolist()) == {2, 3}
+
+
 @pytest.mark.parametrize("normalised", [False, True])
 def test_shares_are_scaled_probabilities(normalised: bool) -> None:
     moe = MoeSpec(6, 3, 16, normalised=normalised, share_scale=2.5)
