@@ -36,6 +36,7 @@ def begin_run(directory: Path, steps: int = 100, measured: dict[str, Any] | None
             "run_id": run_id,
             "steps": steps,
             "device": "cpu",
+            "dtype": "fp32",
             "spec": {"family": "llama", "n_layers": 1, "d_model": 8},
         },
     }
@@ -65,7 +66,7 @@ def test_before_and_at_the_first_step(tmp_path: Path) -> None:
     shown = state(reader)
     assert shown["status"] == "starting"
     assert shown["run"]["steps"] == 100
-    assert shown["run"]["words"][:2] == ["pretrain", "llama 1 × 8"]
+    assert shown["run"]["words"][:4] == ["pretrain", "llama 1 × 8", "adamw", "bf16 computed in fp32"]
     append(tmp_path / "run", line(1))
     assert state(reader)["status"] == "running"
 

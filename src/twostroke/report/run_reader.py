@@ -216,7 +216,9 @@ class RunReader:
         words = [self._recipe.get("method")]
         if spec:
             words.append(f"{spec.get('family')} {spec.get('n_layers')} × {spec.get('d_model')}")
-        words += [settings.get(name) for name in ("optimizer", "dtype", "schedule")]
+        dtype, computed = settings.get("dtype"), resolved.get("dtype")
+        dtype = f"{dtype} computed in {computed}" if computed and computed != dtype else dtype
+        words += [settings.get("optimizer"), dtype, settings.get("schedule")]
         if settings:
             sizes = (settings.get(name, 1) for name in ("batch_size", "sequence_length", "grad_accumulation"))
             words.append(f"{format_count(math.prod(sizes))} tokens a step")
