@@ -142,16 +142,17 @@ def limits(shape: str, rows: dict[tuple[str, str], Cell]) -> list[str]:
 
 
 def gates(rows: dict[tuple[str, str], Cell]) -> list[str]:
-    """A line for each of our variants, part of its scheme and model of the newest run of the quality gates."""
+    """A line for each of our variants, part of its scheme and model of the newest runs that judged that part."""
     runs = Path(__file__).parents[1] / "quality" / "runs"
     documents = {file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(runs.glob("*/raw.json"))}
-    newest = max(documents, default="")
-    documents = {run: d for run, d in documents.items() if d["commit"] == documents[newest]["commit"]}
     lines = []
     for engine, variant in rows:
         for name in SCHEMES.get(variant, ()) if engine == "twostroke" else ():
-            found = [(run, row) for run, document in documents.items() for row in document["schemes"] if row["scheme"] == name]
-            for run, row in found:
+            found = [(run, d["commit"], row) for run, d in documents.items() for row in d["schemes"] if row["scheme"] == name]
+            newest = max(found, key=lambda one: one[0])[1] if found else None
+            for run, commit, row in found:
+                if commit != newest:
+                    continue
                 verdict = "passes" if row["passes"] else "fails: a speed may not be quoted for such a model"
                 lines.append(f"| {variant} | {name} | {row['perplexity_ratio']:.5f} | {row['limit']} | {verdict} | {run} |")
             if not found:
