@@ -118,6 +118,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "matmul": multiplied,
     "mul": lambda x, y: x * y,
     "real_div": divided,
+    "reduce_argmax": lambda x, axis, keep_dims, output_dtype="int32": x.argmax(dim=int(axis), keepdim=bool(keep_dims)).int(),
+    "reduce_max": lambda x, axes, keep_dims: x.amax(dim=[int(axis) for axis in axes], keepdim=bool(keep_dims)),
     "reduce_mean": lambda x, axes, keep_dims: x.mean(dim=[int(axis) for axis in axes], keepdim=bool(keep_dims)),
     "reduce_sum": lambda x, axes, keep_dims: x.sum(dim=[int(axis) for axis in axes], keepdim=bool(keep_dims)),
     "reshape": reshaped,

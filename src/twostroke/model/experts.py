@@ -46,14 +46,15 @@ def choose_experts(
 
 def _left_out(by_group: Float[Tensor, "n groups m"], top_groups: int, by_two: bool) -> Bool[Tensor, "n groups 1"]:
     """Whether a group is none of a row's best ``top_groups``, by its best score or the sum of its two best; of equal groups the
-    first are better. By comparisons alone: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here."""
+    first are better. By comparisons: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here, and coremltools
+    no "or" of tensors."""
     best = by_group.amax(-1)
     if by_two:
         is_best = torch.arange(by_group.shape[-1], device=by_group.device) == by_group.argmax(-1, keepdim=True)
         best = best + by_group.masked_fill(is_best, float("-inf")).amax(-1)
     this, other = best[:, :, None], best[:, None, :]
-    group = torch.arange(best.shape[-1], device=best.device)
-    better = (other > this) | ((other == this) & (group < group[:, None]))
+    before = torch.ones(best.shape[-1], best.shape[-1], device=best.device).tril(-1)  # 1 where the other group comes first
+    better = (other > this).float() + (other == this).float() * before
     return better.sum(-1, keepdim=True) >= top_groups
 
 
