@@ -46,8 +46,8 @@ def choose_experts(
 
 def _left_out(by_group: Float[Tensor, "n groups m"], top_groups: int, by_two: bool) -> Bool[Tensor, "n groups 1"]:
     """Whether a group is none of a row's best ``top_groups``, by its best score or the sum of its two best; of equal groups the
-    first are better. By comparisons: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here, and coremltools
-    no "or" of tensors."""
+    first are better. By comparisons: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here, and
+    coremltools no "or" of tensors."""
     best = by_group.amax(-1)
     if by_two:
         is_best = torch.arange(by_group.shape[-1], device=by_group.device) == by_group.argmax(-1, keepdim=True)
