@@ -116,10 +116,9 @@ _WHY = """
   other family in fp32 too. The others were not opened.
 - by `gguf`: each family that is not refused but `mistral`; `phi3` and `exaone4` without windows, which llama.cpp leaves out.
 
-Refused by `mlx`: mlx-lm has no such family, or reads another layout of it
-than ours. Its sliding windows are computed in some families alone; the report says where they are not. By `gguf`: no
-architecture of it is read here. A model whose file would not read back as it was is refused, and the field that differs is
-named.
+Refused by `mlx`: mlx-lm has no such family, or reads another layout of it than ours. Its sliding windows are computed in some
+families alone; the report says where they are not. By `gguf`: no architecture of it is read here. A model whose file would not
+read back as it was is refused, and the field that differs is named.
 """
 
 

@@ -173,8 +173,8 @@ class NativeRunner:
         self._rows_of_logits: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _first(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The first ``n`` rows of logits, with the largest of each and its token: the same views step after step. Weights push
-        Python out of the caches, and views and addresses made anew took 29 µs of each step."""
+        """The first ``n`` rows of logits, with the largest of each and its token. The views are kept from step to step: making
+        them and reading their addresses took 29 µs of a step of a 135M mixture (Zen 3)."""
         found = self._rows_of_logits
         if found is None or len(found[0]) != n:
             found = self._rows_of_logits = (self._logits[:n], self._best[:n], self._best_tokens[:n])

@@ -45,9 +45,12 @@ def choose_experts(
 
 
 def _left_out(by_group: Float[Tensor, "n groups m"], top_groups: int, by_two: bool) -> Bool[Tensor, "n groups 1"]:
-    """Whether a group is none of a row's best ``top_groups``, by its best score or the sum of its two best; of equal groups the
-    first are better. By comparisons: LiteRT's interpreter has none of the sorts that ``topk`` is traced to here, and
-    coremltools no "or" of tensors."""
+    """True for each group that is not among its row's ``top_groups`` best. Groups are ranked by their best score, or with
+    ``by_two`` by the sum of their two best scores; of equal groups the earlier one is ranked higher.
+
+    It compares instead of sorting, because LiteRT's interpreter cannot run the sort that ``topk`` is traced to here. It adds
+    instead of using "or", which coremltools cannot convert.
+    """
     best = by_group.amax(-1)
     if by_two:
         is_best = torch.arange(by_group.shape[-1], device=by_group.device) == by_group.argmax(-1, keepdim=True)

@@ -69,9 +69,11 @@ Features cpu() {
 }
 
 PrefetchDistances prefetch_distances() {
-    static const PrefetchDistances found = !is_amd()                          ? PrefetchDistances{8192, 8192}
-                                           : cpu() & set_of(Feature::avx512f) ? PrefetchDistances{2048, 18432}
-                                                                              : PrefetchDistances{4096, 4096};
+    static const PrefetchDistances found = [] {
+        if (!is_amd()) return PrefetchDistances{8192, 8192};
+        if (cpu() & set_of(Feature::avx512f)) return PrefetchDistances{2048, 18432};
+        return PrefetchDistances{4096, 4096};
+    }();
     return found;
 }
 
