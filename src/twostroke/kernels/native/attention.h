@@ -19,7 +19,11 @@ constexpr bool in_codes(KvType type) { return type == KvType::INT8 || type == Kv
 constexpr int kTile = 16;
 constexpr int kBlock =
     64;  // keys of one pass of the online softmax; block borders are multiples of it in every request
-constexpr int kSpan = 256;  // keys whose softmax is computed apart and combined in order: what threads may share out
+// Keys whose softmax is computed apart and combined in order: what threads may share out. The first two spans are half
+// as long as the others, so that two threads have even parts of a short request whose KV heads are odd in number.
+constexpr int kSpan = 256;
+constexpr int64_t span_of(int64_t key) { return key < kSpan ? key / (kSpan / 2) : key / kSpan + 1; }
+constexpr int64_t first_key_of(int64_t span) { return span < 2 ? span * (kSpan / 2) : (span - 1) * kSpan; }
 
 struct KvLayout {
     KvType type;
@@ -46,7 +50,7 @@ struct AttendTask {
     int64_t window;              // 0: none
     float cap;                   // of scores; 0: none
     const float* sinks;          // of the group's heads; null: none
-    int64_t first_key, end_key;  // no row sees a key before or behind; shared out only at multiples of kSpan
+    int64_t first_key, end_key;  // no row sees a key before or behind; shared out only by spans
     float* partial;  // null: write out; else for each span: a maximum and a sum of weights for each row, (rows, D)
                      // sums of values
 };

@@ -242,9 +242,10 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
     std::memset(work.total, 0, static_cast<size_t>(n_rows * D) * 4);
     shape(n_rows < kRowsPerTmm ? static_cast<int>(n_rows) : kRowsPerTmm);
     Tiles<kTilesPerSpan> tiles;
-    const int64_t first_span = task.first_key / ts::kSpan * ts::kSpan;
-    for (int64_t span = first_span; span < task.end_key; span += ts::kSpan) {
-        const int64_t end = span + ts::kSpan < task.end_key ? span + ts::kSpan : task.end_key;
+    const int64_t first_span = ts::span_of(task.first_key);
+    for (int64_t i = first_span; ts::first_key_of(i) < task.end_key; i++) {
+        const int64_t span = ts::first_key_of(i), behind = ts::first_key_of(i + 1);
+        const int64_t end = behind < task.end_key ? behind : task.end_key;
         const int n_tiles = static_cast<int>((end - span + ts::kTile - 1) / ts::kTile);
         find_tiles<false>(kv, head, task.pages, span, task.first_key, end, n_tiles, work.key_tiles, work.value_tiles,
                           tiles);
@@ -274,7 +275,7 @@ void attend_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const ts::Atte
                 if (d < D) weighted_values<2>(work, tiles.values, from, to, d, fetch && row == 0);
             }
             if (task.partial != nullptr) {
-                float* out = task.partial + (span - first_span) / ts::kSpan * n_rows * (D + 2);
+                float* out = task.partial + (i - first_span) * n_rows * (D + 2);
                 for (int64_t r = 0; r < rows; r++) {
                     out[2 * (row + r)] = from < to ? running_max[r] : -__builtin_inff();
                     out[2 * (row + r) + 1] = from < to ? denominator[r] : 0.0f;

@@ -10,6 +10,19 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
+// Rounded numbers of a query, as products read them: floats on AVX2, whose products spread single ones, else halves.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+using QueryNumber = float;
+TS_INLINE void store_rounded(QueryNumber* to, Words rounded, int lanes) {
+    store_some(to, (Floats)(rounded << 16), lanes);
+}
+#else
+using QueryNumber = uint16_t;
+TS_INLINE void store_rounded(QueryNumber* to, Words rounded, int lanes) {
+    store_halves(to, low_halves(rounded), lanes);
+}
+#endif
+
 // Queries times scale·log₂e, so that weights are powers of 2, in the words that the format's products read. Over int4
 // they are turned as its keys are, in `turned` (D), and `query_sums` (rows) are what the middles of keys are
 // multiplied with.
@@ -25,7 +38,7 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
                 for (int64_t d = 0; d < D; d++) reinterpret_cast<float*>(to)[d] = from[d] * factor;
                 continue;
             }
-            uint16_t* halves = reinterpret_cast<uint16_t*>(to);
+            QueryNumber* numbers = reinterpret_cast<QueryNumber*>(to);
             if (i + 1 < task.n_tokens)
                 for (int64_t d = 0; d < D; d += 16) __builtin_prefetch(from + task.query_stride + d);
             if (kv.type == ts::KvType::INT4) {
@@ -37,10 +50,10 @@ void prepare_queries(const ts::KvLayout& kv, const ts::AttendTask& task, float s
             each_vector(D, [&](int64_t d, int lanes) TS_INLINED {
                 const Words rounded = bf16_words(load_some(from + d, lanes) * all(factor));
                 sum += (Floats)(rounded << 16);
-                store_halves(halves + d, low_halves(rounded), lanes);
+                store_rounded(numbers + d, rounded, lanes);
             });
             if (kv.type == ts::KvType::INT4) query_sums[i * task.group + g] = sum_of(sum);
-            if (D % 2) halves[D] = 0;
+            if (D % 2) numbers[D] = 0;
         }
 }
 

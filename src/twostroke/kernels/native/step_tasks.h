@@ -41,7 +41,7 @@ struct TaskList {
                 const int64_t n = std::min<int64_t>(block, b.counts[i] - first);
                 const int64_t position = b.starts[i] + first, end = position + n;
                 const int64_t least = window > 0 && position >= window ? position - window + 1 : 0;
-                const int64_t first_span = least / kSpan, n_spans = (end + kSpan - 1) / kSpan - first_span;
+                const int64_t first_span = span_of(least), n_spans = span_of(end - 1) + 1 - first_span;
                 for (int32_t k = 0; k < m.n_kv_heads; k++) {
                     Task task{static_cast<int32_t>(i), k, first, n, least, end, -1, -1, 0, 1};
                     if (!share_spans || n_spans == 1) {
@@ -54,8 +54,8 @@ struct TaskList {
                     partial_floats += n_spans * n * group * (m.head_dim + 2);
                     for (int32_t s = 0; s < n_spans; s++) {
                         task.span = s;
-                        task.first_key = std::max<int64_t>(least, (first_span + s) * kSpan);
-                        task.end_key = std::min<int64_t>(end, (first_span + s + 1) * kSpan);
+                        task.first_key = std::max<int64_t>(least, first_key_of(first_span + s));
+                        task.end_key = std::min<int64_t>(end, first_key_of(first_span + s + 1));
                         tasks.push_back(task);
                     }
                 }
