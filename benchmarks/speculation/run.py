@@ -2,15 +2,16 @@
 
     python benchmarks/speculation/run.py --corpora FOLDER --models DIR [--dtypes bf16 int8] [--draft DIR] [--out runs/NAME]
 
-FOLDER holds ``books`` and ``instruction``, as ``corpora`` of the shared assets. A model of 4.2M parameters is trained on
-programs, passages with summaries and chats (``corpora.py``), unless DIR has it already, and asked about held-out ones. Every
-round starts a new engine for each way to draft, so that no answer of an earlier round is known, and every answer is compared
-with the one without drafts.
+FOLDER holds ``books`` and ``instruction``, as ``corpora`` of the shared assets. A model of 4.2M parameters (``--layers``
+and ``--width`` make a larger one) is trained on programs, passages with summaries and chats (``corpora.py``), unless DIR has it
+already, and asked about held-out ones. Every round starts a new engine for each way to draft, so that no answer of an earlier
+round is known, and every answer is compared with the one without drafts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import random
 import statistics
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import corpora
 import recorded
 
+from twostroke.core.families import layout, read_spec
 from twostroke.core.recipe import recipe_from_dict
 from twostroke.engine.llm import LLM
 from twostroke.scheduling.sampling_params import SamplingParams
@@ -134,12 +136,12 @@ def cases_of(folder: Path, tokenizer: Any) -> dict[str, Case]:
     }
 
 
-def trained(folder: Path, shared: Path, steps: int) -> Path:
+def trained(folder: Path, shared: Path, steps: int, n_layers: int, d_model: int) -> Path:
     """The model of ``folder``, which is trained there if it is missing."""
     model = folder / "trained" / "model"
     if not (model / "config.json").is_file():
         corpora.write(shared, folder)
-        done = train(recipe_from_dict(corpora.recipe(folder, folder / "trained", steps)), log=print)
+        done = train(recipe_from_dict(corpora.recipe(folder, folder / "trained", steps, n_layers, d_model)), log=print)
         assert done.model == model
     return model
 
@@ -202,6 +204,8 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--models", type=Path, required=True, help="Where the model is, or will be.")
     parser.add_argument("--steps", type=int, default=300, help="Of training, 8,192 tokens each.")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256, help="A multiple of 128.")
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"])
     parser.add_argument("--texts", nargs="+", help="Only these cases.")
@@ -209,7 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "last")
     args = parser.parse_args()
     conditions = recorded.conditions()
-    model = trained(args.models, args.corpora, args.steps)
+    model = trained(args.models, args.corpora, args.steps, args.layers, args.width)
     cases = cases_of(args.models, LLM(model).tokenizer)
     ways = ["off", "ngram", *([f"draft:{args.draft}"] if args.draft else [])]
     rows: list[dict[str, Any]] = []
@@ -222,7 +226,8 @@ def main() -> None:
                 for row in new:
                     print(line(row), flush=True)
     about = conditions | {
-        "python": platform.python_version(), "steps": args.steps, "rounds": args.rounds,
+        "python": platform.python_version(), "steps": args.steps,
+        "n_parameters": sum(math.prod(entry.shape) for entry in layout(read_spec(model))), "rounds": args.rounds,
         "seconds": time.perf_counter() - began, "rows": rows,
     }  # fmt: skip
     recorded.write(args.out, {"result.json": about, "summary.md": summary(about)})
@@ -231,7 +236,8 @@ def main() -> None:
 def summary(about: dict[str, Any]) -> str:
     """The table of a run, with what is aimed at."""
     names = "weights", "text", "requests", "drafts", "tok/s off → on", "ratio (rounds)", "aim", "of decoding"
-    head = [f"{about['machine']}; {about['rounds']} rounds; the model was trained for {about['steps']} steps.", ""]
+    trained_how = f"{about['n_parameters']:,} parameters, trained for {about['steps']} steps"
+    head = [f"{about['machine']}; {about['rounds']} rounds. {trained_how}.", ""]
     head += ["| " + " | ".join((*names, "right of drafted", "steps")) + " |", "|" + "---|" * 10]
     missed = sum(not _met(row) for row in about["rows"])
     foot = ["", f"{len(about['rows']) - missed} of {len(about['rows'])} medians reach their aim."]
