@@ -85,10 +85,12 @@ def _own_s() -> float:
 
 def _children(tasks: Path) -> list[str]:
     """Processes that these threads started; none where the system does not list them."""
-    found = []
-    for task in tasks.glob("[0-9]*/children"):
-        with contextlib.suppress(OSError):  # a thread that ended meanwhile
-            found += task.read_text().split()
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # a process that ended meanwhile
+        for task in os.listdir(tasks):  # by name: a glob took three times as long, and an engine looks five times a second
+            with contextlib.suppress(OSError):  # a thread
+                with open(f"{tasks}/{task}/children", encoding="ascii") as stream:
+                    found += stream.read().split()
     return found
 
 
