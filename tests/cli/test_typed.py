@@ -110,6 +110,15 @@ def test_what_was_typed_is_named(capsys: pytest.CaptureFixture[str], model: str,
     assert refused(capsys, *[model if word == "M" else word for word in words]).startswith(beginning)
 
 
+@pytest.mark.parametrize(("verb", "flag"), [("generate", "--prompt"), ("score", "--text")])
+def test_a_text_that_stands_alone_is_told_its_option(
+    capsys: pytest.CaptureFixture[str], model: str, verb: str, flag: str
+) -> None:
+    for words in (["once upon"], ["once", "upon"]):
+        said = refused(capsys, verb, model, *words, "--dtype", "int8")
+        assert f" A text is given as {flag} 'once upon'. `twostroke {verb} --help`" in said
+
+
 def test_words_that_cannot_be_read_are_a_json_document_too(capsys: pytest.CaptureFixture[str], model: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["generate", model, "--threads", "0", "--json"])

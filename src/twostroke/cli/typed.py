@@ -17,6 +17,9 @@ UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__nam
 MAY_BE_EMPTY = frozenset({"prompt", "stop"})
 """Options whose value is any text: the commands themselves say what an empty one is."""
 
+TEXT_FLAGS = ("--prompt", "--text")
+"""Options that are a command's texts where they are repeatable: what is mostly meant by a word that stands alone."""
+
 _VALUE = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\(.*?\)|\[.*?\]|\S+?(?=[.,;:]*(?:\s|\)|$)))"""
 """A value as an error writes it after ``name=``: quoted, in brackets, or up to the next space without punctuation."""
 
@@ -106,7 +109,17 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
         text = f"{shown} {rule}" if rule != error.message else f"{shown} is refused: {rule}"
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
     stop = "" if text.endswith("?") else "."
-    return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
+    return f"{text.rstrip('.')}{stop}{_as_text(error, group, words)} `{command} --help` lists what it takes."
+
+
+def _as_text(error: Any, group: Any, words: Sequence[str]) -> str:
+    """How to write the words behind all arguments of a command whose texts are options; empty of another error or command."""
+    command, rest = command_of(group, words)
+    flags = [flag for p in command.params for flag in p.opts if flag in TEXT_FLAGS and getattr(p, "multiple", False)]
+    left = [word.value for word in typed_words(command, rest) if not word.name]
+    if not (flags and left and error.message.startswith("Got unexpected extra argument")):
+        return ""
+    return f" A text is given as {flags[0]} {shlex.quote(' '.join(left))}."
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
