@@ -89,6 +89,12 @@ def test_a_run_without_a_prediction_shows_what_was_measured_alone(tmp_path: Path
     assert "<code>twostroke calibrate</code>" in html  # of a sentence with `backticks`, as on a terminal
 
 
+def test_a_note_of_a_missing_profile_names_no_option_of_another_command(tmp_path: Path) -> None:
+    html = write_report(tmp_path / "r.html", ledger_with_runs(tmp_path)).read_text()
+    assert "No roofline and no crossover: this machine has no profile yet. Run <code>twostroke calibrate</code> once" in html
+    assert "--hardware" not in html
+
+
 def test_plotlys_script_is_there_once_and_the_page_stays_below_six_megabytes(tmp_path: Path) -> None:
     html = write_report(tmp_path / "r.html", ledger_with_runs(tmp_path)).read_text()
     assert html.count("plotly.js v") == 1

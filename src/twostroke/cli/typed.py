@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import typer
 
-from twostroke.core.errors import InputError
+from twostroke.core.errors import InputError, NotCalibratedError
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """What Typer raises for words that it cannot read. Older versions take it from click, newer ones have their own."""
 
 MAY_BE_EMPTY = frozenset({"prompt", "stop"})
 """Options whose value is any text: the commands themselves say what an empty one is."""
+
+NAMED_DEVICE = " Or name a device: --hardware h100."
+"""What helps beside calibrating, where a command has that option."""
 
 TEXT_FLAGS = ("--prompt", "--text")
 """Options that are a command's texts where they are repeatable: what is mostly meant by a word that stands alone."""
@@ -84,6 +87,14 @@ def as_typed(sentence: str, group: Any, words: Sequence[str]) -> str:
             wrong = _renamed(wrong, parameter.name, flag, given[0].value if len(given) == 1 else None)
             proposal = _renamed(proposal, parameter.name, flag, None)
     return f"{wrong}{stop}{proposal}"
+
+
+def other_remedy(error: Exception, group: Any, words: Sequence[str]) -> str:
+    """What else than calibrating helps where a machine has no profile: planning for another, where the command of ``words``
+    takes one. Empty of another error or command."""
+    command, _ = command_of(group, words)
+    takes_one = any("--hardware" in parameter.opts for parameter in command.params)
+    return NAMED_DEVICE if takes_one and isinstance(error, NotCalibratedError) else ""
 
 
 def _renamed(text: str, name: str, flag: str, value: str | None) -> str:
