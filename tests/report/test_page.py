@@ -210,6 +210,10 @@ def test_the_crossover_is_where_the_money_is_equal() -> None:
     assert dot.y[0] == pytest.approx(training.y[0])
     slope = serving.y[1] / serving.x[1]
     assert slope * dot.x[0] == pytest.approx(dot.y[0])
+    shared = {"train_time_s": 3600.0, "cost_usd": machine().usd_per_hour.value / 2}  # a run of a sweep pays its part
+    plot = crossover(shared, {"output_tok_per_s": 1000.0}, machine(), machine())
+    assert plot is not None
+    assert "1.8M tokens" in plot.title
 
 
 def test_a_page_of_this_machines_runs_has_a_roofline_and_of_anothers_says_why_not(tmp_path: Path) -> None:
