@@ -116,6 +116,8 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
         given = [word for word in typed_words(*command_of(group, words)) if word.name == parameter.name]
         value, flag = (given[0].value, given[0].flag or parameter.name) if len(given) == 1 else (None, parameter.opts[-1])
         rule = error.message.removeprefix(f"{value} ").removeprefix(f"'{value}' ")  # Typer begins with it; it stands here once
+        if not_a_number := re.fullmatch(r"is not a valid (int|float)(eger)?( range)?\.", rule):
+            rule = "must be a whole number" if not_a_number[1] == "int" else "must be a number"
         shown = flag if value is None else f"{flag} {shlex.quote(value)}"
         text = f"{shown} {rule}" if rule != error.message else f"{shown} is refused: {rule}"
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
