@@ -81,10 +81,15 @@ def test_measurements_without_a_quiet_moment_are_counted_by_how_long_they_waited
     assert clock.low_by_share == pytest.approx((low_by(0.2, 1.0, n) + low_by(0.6, 1.0, n)) / 3)
 
 
-def test_an_unknown_device_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "calibrate", "--device", "tpu")
+@pytest.mark.parametrize(("option", "remedy"), [("--device", "Use cpu or cuda"), ("--only", "Use one of train, serve")])
+def test_an_unknown_name_is_refused_before_the_machine_is_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, remedy: str
+) -> None:
+    others_use(64.0, monkeypatch)
+    code, _, err = run(capsys, "calibrate", option, "tpu")
     assert code == 2
-    assert "Use cpu or cuda" in err
+    assert remedy in err
+    assert "busy" not in err
 
 
 def test_an_endless_number_of_ranks_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 import machines
 from twostroke.cli import demo_verb
 from twostroke.cli.doctor import facts as reading
+from twostroke.cli.main import main
 from twostroke.core.described import plain
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.profile import MachineProfile, read_fingerprint, save_profile
@@ -47,6 +48,28 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 def demo(folder: Path) -> demo_verb.Demo:
     return demo_verb.Demo(folder, demo_verb.OWN_RECIPE, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--budget-s", "1e30"], "--budget-s 1e30 must be at most 1,000,000,000,000,000."),
+        (["--budget-s", "-1"], "--budget-s -1 must be above 0."),
+        (["--recipe", "misspelt.toml"], "train.stpes is not known. Did you mean 'steps'?"),
+    ],
+)
+def test_what_is_wrong_is_told_before_calibration(
+    tmp_path: Path, calibrations: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("misspelt.toml").write_text('[model]\nsize = "auto"\n[train]\nstpes = 3\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *words])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert calibrations == []
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_profile_that_holds_is_used_again(tmp_path: Path, calibrations: list[tuple[str, ...]]) -> None:

@@ -50,7 +50,7 @@ def test_directories_and_other_files_are_as_before(tmp_path: Path) -> None:
     directory = opened_model(small_file(tmp_path / "m.gguf", "gemma3"))
     assert opened_model(directory) == directory
     (tmp_path / "m.bin").write_bytes(b"GGU")
-    with pytest.raises(DataError, match="holds no config"):
+    with pytest.raises(DataError, match="neither a model directory nor a GGUF file"):
         opened_model(tmp_path / "m.bin")
 
 

@@ -177,7 +177,7 @@ def test_measurements_of_the_ledger_go_beside(capsys: pytest.CaptureFixture[str]
     ("args", "sentence"),
     [
         (("train", "{model}", "--hardware", "h10"), "Did you mean 'h100'"),
-        (("train", "{model}"), "twostroke calibrate"),
+        (("train", "{model}"), "Run `twostroke calibrate` once (7 to 14 minutes). Or name a device: --hardware h100."),
         (("train", "{model}", "--hardware", "l4", "--batch-size", "-1"), "--batch-size -1"),
         (("train", "{model}", "--hardware", "l4", "--dtype", "int8"), "int8"),
         (("train", "{model}", "--hardware", "l4", "--set", "a=1"), "--set needs a recipe"),

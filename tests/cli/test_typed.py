@@ -64,7 +64,9 @@ def test_memory_that_is_no_amount_is_refused(capsys: pytest.CaptureFixture[str],
         (["generate", "M", "-n", "0"], "-n 0 must"),
         (["generate", "M", "--temperature", "nan"], "--temperature nan must"),
         (["generate", "M", "--top-p", "0"], "--top-p 0 keeps no token. Use a value above 0, or --temperature 0 for"),
-        (["generate", "M", "--threads", "2.5"], "--threads 2.5 "),
+        (["generate", "M", "--threads", "2.5"], "--threads 2.5 must be a whole number. `"),
+        (["generate", "M", "--max-tokens", "1e30"], "--max-tokens 1e30 must be a whole number. `twostroke generate --help`"),
+        (["generate", "M", "--top-p", "half"], "--top-p half must be a number."),
         (["generate", "M", "--prompts", "a"], "No such option: --prompts"),
         (["generate"], "Missing argument 'model'"),
         (["generate", ""], "model is empty."),
@@ -108,6 +110,15 @@ def test_memory_that_is_no_amount_is_refused(capsys: pytest.CaptureFixture[str],
 )  # fmt: skip
 def test_what_was_typed_is_named(capsys: pytest.CaptureFixture[str], model: str, words: list[str], beginning: str) -> None:
     assert refused(capsys, *[model if word == "M" else word for word in words]).startswith(beginning)
+
+
+@pytest.mark.parametrize(("verb", "flag"), [("generate", "--prompt"), ("score", "--text")])
+def test_a_text_that_stands_alone_is_told_its_option(
+    capsys: pytest.CaptureFixture[str], model: str, verb: str, flag: str
+) -> None:
+    for words in (["once upon"], ["once", "upon"]):
+        said = refused(capsys, verb, model, *words, "--dtype", "int8")
+        assert f" A text is given as {flag} 'once upon'. `twostroke {verb} --help`" in said
 
 
 def test_words_that_cannot_be_read_are_a_json_document_too(capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -58,6 +58,13 @@ def test_a_full_disk_is_named_by_what_was_to_be_written(tmp_path: Path, writer: 
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("writer", [written_file, directory_beside, file_beside])
+def test_a_folder_that_takes_nothing_is_told_by_the_name_that_was_typed(writer: Callable[[Path], Any]) -> None:
+    with pytest.raises(OSError, match="/proc/model") as caught, writer(Path("/proc/model")):
+        raise AssertionError
+    assert caught.value.filename == "/proc/model"
+
+
 @pytest.mark.parametrize("writer", [directory_beside, file_beside])
 def test_a_file_on_the_way_is_named(tmp_path: Path, writer: Callable[[Path], Any]) -> None:
     (tmp_path / "notes").write_text("mine")

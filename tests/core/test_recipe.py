@@ -46,6 +46,8 @@ def test_set_overrides_are_read_as_toml_values_and_else_as_text(tmp_path: Path) 
         ({"data": {"vocab_size": 100}}, ["data.vocab_size=100", "257"]),
         ({"data": {"vocab_size": 10**12}}, ["data.vocab_size=1000000000000", "at most 4194304"]),
         ({"train": {"steps": 3, "budget_s": float("nan")}}, ["train.budget_s=nan", "finite"]),
+        ({"train": {"steps": 10**16}}, ["train.steps=10000000000000000", "at most 1,000,000,000,000,000."]),
+        ({"train": {"budget_s": 1e30}}, ["train.budget_s=1e+30", "at most 1,000,000,000,000,000."]),
         ({"data": {"sources": 5}}, ["data.sources=5", "list"]),
         ({"model": {"size": "auto"}}, ["budget_s"]),
         ({"model": 7}, ["model must be a table"]),

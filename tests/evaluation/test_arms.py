@@ -135,7 +135,7 @@ def test_comparisons_are_corrected_for_their_number() -> None:
 
 def test_a_log_without_two_arms_is_refused_by_name(tmp_path: Path) -> None:
     for lines, why in (
-        ([answer(1, None, "")], "the log has 0"),
+        ([answer(1, None, "")], "the log has none. `serve --ab"),
         ([answer(1, "a", "u")], "the log has 1: a"),
         ([answer(i, arm, "u") for i, arm in enumerate("abc")], "the log has 3"),
     ):

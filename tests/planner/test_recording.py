@@ -123,3 +123,16 @@ def test_a_run_on_several_devices_is_billed_for_all_of_them_before_and_after() -
     paid = [run.spent({"scored_tok_per_s": 100.0})["cost_per_mtok_usd"] for run in (one, two)]
     assert paid[1] == pytest.approx(2 * paid[0])
     assert two.prediction["cost_per_mtok_usd"] == pytest.approx(paid[1])
+
+
+def test_runs_that_share_a_machine_are_billed_for_all_of_it_together() -> None:
+    """A counter reads the whole machine: each of two runs beside each other has half of what it says."""
+    alone, half = (begun([], lambda n=n: Planned({"train_time_s": 10.0}, machine(), n_devices=n)) for n in (1, 0.5))
+    for name in ("cost_usd", "energy_kwh"):
+        assert half.prediction[name] == pytest.approx(alone.prediction[name] / 2)
+    for run in (alone, half):
+        run.meter = Meter([Counter("package-0", lambda: 0)])
+        run.meter.seconds, run.meter._uj = 10.0, 50_000_000
+    whole, part = (run.spent({"train_time_s": 10.0}) for run in (alone, half))
+    assert whole["energy_kwh"] == pytest.approx(50.0 / 3.6e6)
+    assert part == {name: pytest.approx(value / 2) for name, value in whole.items()}

@@ -180,6 +180,19 @@ def test_ranks_that_share_a_machine_have_equal_parts_of_it() -> None:
     assert plan_training(spec, shape, hardware, Layout(data=4, sharing=2)).layout.n_whole == 2
 
 
+def test_runs_beside_each_other_cost_one_machine_together() -> None:
+    """Each of two runs takes twice as long on half of the cores, and pays for half of the machine."""
+    spec, hardware, shape = small_llama(), calibrated(), TrainingShape(steps=10)
+    alone, half = (plan_training(spec, shape, hardware, Layout(sharing=n)) for n in (1, 2))
+    assert alone.cost is not None
+    assert half.cost is not None
+    assert half.train_time_s is not None
+    assert half.cost.n_devices == 0.5
+    assert half.cost.usd == pytest.approx(half.train_time_s / 3600 * hardware.usd_per_hour.value / 2)
+    assert half.cost.energy_kwh == pytest.approx(half.train_time_s * half.watts / 3.6e6 / 2)
+    assert half.mfu / alone.mfu == pytest.approx(alone.step_time_s / half.step_time_s)  # of the whole machine's peak
+
+
 def test_a_budget_becomes_steps_that_fit_in_it() -> None:
     spec, shape, hardware = small_llama(), TrainingShape(), calibrated()
     steps = steps_for_budget(spec, shape, hardware, 300)

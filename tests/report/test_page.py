@@ -89,6 +89,12 @@ def test_a_run_without_a_prediction_shows_what_was_measured_alone(tmp_path: Path
     assert "<code>twostroke calibrate</code>" in html  # of a sentence with `backticks`, as on a terminal
 
 
+def test_a_note_of_a_missing_profile_names_no_option_of_another_command(tmp_path: Path) -> None:
+    html = write_report(tmp_path / "r.html", ledger_with_runs(tmp_path)).read_text()
+    assert "No roofline and no crossover: this machine has no profile yet. Run <code>twostroke calibrate</code> once" in html
+    assert "--hardware" not in html
+
+
 def test_plotlys_script_is_there_once_and_the_page_stays_below_six_megabytes(tmp_path: Path) -> None:
     html = write_report(tmp_path / "r.html", ledger_with_runs(tmp_path)).read_text()
     assert html.count("plotly.js v") == 1
@@ -204,6 +210,10 @@ def test_the_crossover_is_where_the_money_is_equal() -> None:
     assert dot.y[0] == pytest.approx(training.y[0])
     slope = serving.y[1] / serving.x[1]
     assert slope * dot.x[0] == pytest.approx(dot.y[0])
+    shared = {"train_time_s": 3600.0, "cost_usd": machine().usd_per_hour.value / 2}  # a run of a sweep pays its part
+    plot = crossover(shared, {"output_tok_per_s": 1000.0}, machine(), machine())
+    assert plot is not None
+    assert "1.8M tokens" in plot.title
 
 
 def test_a_page_of_this_machines_runs_has_a_roofline_and_of_anothers_says_why_not(tmp_path: Path) -> None:

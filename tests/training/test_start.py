@@ -46,3 +46,12 @@ def test_runs_beside_it_are_in_its_share_and_no_other_programs(
     shared = planned_s("shared", 1, 0.0)
     assert shared > idle
     assert planned_s("shared-beside-a-run", 1, 1.0) == pytest.approx(shared)
+
+
+def test_runs_beside_each_other_pay_for_one_machine_together(make_recipe: Any, profile: MachineProfile) -> None:
+    for beside in (0, 1):
+        entry = start(make_recipe(f"beside-{beside}"), ranks=alone(beside)).entry
+        assert entry.planned.hardware is not None
+        price = entry.planned.hardware.usd_per_hour.value
+        for spent in (entry.prediction, entry.spent({"train_time_s": entry.prediction["train_time_s"]})):
+            assert spent["cost_usd"] == pytest.approx(entry.prediction["train_time_s"] / 3600 * price / (1 + beside))

@@ -146,6 +146,18 @@ def pick_device(device: str | None) -> str:
     return device
 
 
+def engines_by_device(device: str | None, only: str | None) -> dict[str, list[Engine]]:
+    """The engines that are measured, by the device that each computes on; arguments and errors as of ``calibrate_engines``."""
+    if only not in (None, *ENGINES):
+        raise ConfigError(f"only={only!r} is not an engine to calibrate. Use one of {', '.join(ENGINES)}, or leave it out.")
+    trains_on = pick_device(device)
+    found: dict[str, list[Engine]] = {}
+    for engine in ENGINES:
+        if only in (None, engine):
+            found.setdefault(trains_on if engine == "train" else SERVING_DEVICE, []).append(engine)
+    return found
+
+
 def calibrate_engines(
     progress: Progress | None = None,
     extent: Extent | None = None,
@@ -157,12 +169,7 @@ def calibrate_engines(
     on the CPU. One profile a device, each as soon as it is measured; arguments and errors as of ``calibrate``, ``only``
     "train" or "serve" measures that engine alone.
     """
-    if only not in (None, *ENGINES):
-        raise ConfigError(f"only={only!r} is not an engine to calibrate. Use one of {', '.join(ENGINES)}, or leave it out.")
-    wanted: list[Engine] = [engine for engine in ENGINES if only in (None, engine)]
-    by_device: dict[str, list[Engine]] = {}
-    for engine in wanted:
-        by_device.setdefault(pick_device(device) if engine == "train" else SERVING_DEVICE, []).append(engine)
+    by_device = engines_by_device(device, only)
     for i, (place, engines) in enumerate(by_device.items()):
 
         def tell(done: float, note: str, before: int = i, place: str = place) -> None:

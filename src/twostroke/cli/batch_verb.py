@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,9 +139,7 @@ def _planned(
     named = {name: str(path) for name, path in adapters.items()}
     asked = asyncio.run(asked_of(job.given, places, text, spec, names, longest, named))
     share = len(places) / len(left)
-    return predict_batch(
-        directory, spec, replace(engine, in_server=True), asked, share, len(left), AT_ONCE, [*adapters.values()]
-    )
+    return predict_batch(directory, spec, engine.behind_http(), asked, share, len(left), AT_ONCE, [*adapters.values()])
 
 
 def _expected(n_left: int, prediction: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def measure_once(
     if directory is not None and spec is not None:
         sampling = SamplingParams(temperature=load.temperature).kinds
         drafts = drafts_seen(directory, engine.speculate)
-        shape = serving_shape(directory, spec, replace(engine, in_server=True), sampling=sampling, speculation=drafts)
+        shape = serving_shape(directory, spec, engine.behind_http(), sampling=sampling, speculation=drafts)
         inputs["directory"] = str(directory.resolve())
         inputs |= {"scheme": shape.scheme, "in_int8": shape.in_int8, "in_bf16": shape.in_bf16}
         plan = functools.partial(_planned_load, spec, load, shape, target.adapters)

@@ -58,14 +58,15 @@ def calibrate(
 
     Under torchrun, collectives between its ranks are measured as well, and the first rank does the rest.
     """
+    from twostroke.calibration.collectives import is_launched, measure_in_launched_group
+    from twostroke.calibration.measure import calibrate_engines, engines_by_device, pick_device
+    from twostroke.core.profile import save_profile
+
+    engines_by_device(device, only)  # what is wrong is told before the machine is looked at
     programs = recently()
     if programs.used > BUSY_SHARE * len(programs.processors):
         shown = f"{programs.used:.1f} of {len(programs.processors)}"
         log(f"other programs keep {shown} cores busy: rates will read low. Calibrate when the machine is idle.")
-    from twostroke.calibration.collectives import is_launched, measure_in_launched_group
-    from twostroke.calibration.measure import calibrate_engines, pick_device
-    from twostroke.core.profile import save_profile
-
     if is_launched() and os.environ["RANK"] != "0":
         measure_in_launched_group(pick_device(device))
         return

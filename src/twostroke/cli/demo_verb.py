@@ -64,9 +64,14 @@ class Demo:
         return self.directory / "report.html"
 
     @property
+    def settings(self) -> list[str]:
+        """Keys of the recipe that are overridden."""
+        return [f"train.budget_s={self.budget_s:g}", f"output={self.run_directory}"]
+
+    @property
     def recipe_arguments(self) -> list[str]:
         """Recipe and overrides, for `plan train` and `train` alike, so that both are about one run."""
-        return [str(self.recipe), "--set", f"train.budget_s={self.budget_s:g}", "--set", f"output={self.run_directory}"]
+        return [str(self.recipe), *(word for each in self.settings for word in ("--set", each))]
 
 
 def verb(*args: str) -> Result:
@@ -227,6 +232,7 @@ def demo(
     if not 0 < budget_s < float("inf"):
         raise ConfigError(f"--budget-s {budget_s:g} must be above 0.")
     here = Demo(directory / f"{budget_s:g}s", recipe, budget_s)
+    read_recipe(recipe, here.settings)  # what is wrong is told before the minutes of calibration
     file = here.directory / "stages.json"
     make_parent(file)
     stages = _read_stages(file)

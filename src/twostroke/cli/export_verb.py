@@ -45,7 +45,7 @@ def export(
     """Write a model that other programs open. With --merge, adapters and their base become one model.
 
     docs/formats.md says what opens each format and how it is tested. Adapters need no export to be used with peft: the
-    ``model`` directory of a LoRA run is in its layout, and every command here takes it as it is.
+    `model` directory of a LoRA run is in its layout, and every command here takes it as it is.
     """
     row = target_of(to)
     if calibration and precision not in row.weighed:

@@ -10,6 +10,7 @@ import typer
 
 from twostroke.cli.console import JSON_HELP, emit, terminal_width
 from twostroke.core.described import plain
+from twostroke.ledger.store import KINDS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Predictions and measurements of every run.")
 
@@ -24,7 +25,7 @@ def ledger() -> None:
 
 @app.command("list")
 def list_runs(
-    kind: str = typer.Option(None, help="Only runs of this kind: train, serve, bench, generate, calibrate or evaluate."),
+    kind: str = typer.Option(None, help=f"Only runs of this kind: {', '.join(KINDS)}."),
     limit: int = typer.Option(20, help="At most so many, newest first."),
     path: Path = LEDGER,
     as_json: bool = typer.Option(False, "--json", help=JSON_HELP),

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from twostroke.cli.console import emit_error
-from twostroke.cli.typed import UsageError, as_typed, command_of, refuse_empty, typed_words, usage_sentence
+from twostroke.cli.typed import UsageError, as_typed, command_of, other_remedy, refuse_empty, typed_words, usage_sentence
 from twostroke.core.contention import looking
 from twostroke.core.errors import InputError, TwostrokeError, did_you_mean
 from twostroke.core.openmp import limit_spinning
@@ -130,7 +130,8 @@ def main(argv: list[str] | None = None) -> None:
         code = group.main(args=args, prog_name="twostroke", standalone_mode=False)  # Typer would show its own errors otherwise
         sys.exit(code if isinstance(code, int) else 0)
     except TwostrokeError as error:
-        emit_error(as_typed(str(error), group, args), as_json="--json" in args, is_told=error.is_told)
+        sentence = as_typed(str(error), group, args) + other_remedy(error, group, args)
+        emit_error(sentence, as_json="--json" in args, is_told=error.is_told)
         sys.exit(error.exit_code)
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from twostroke.cli.console import log, progress
+from twostroke.core.errors import DataError
 from twostroke.core.paths import imported_dir, model_directory
 from twostroke.core.units import format_bytes
 
@@ -14,6 +15,11 @@ def opened_model(model: Path) -> Path:
     """The directory of ``model``. Of a GGUF file the copy that an earlier command made, if none of its parts has changed since,
     else a new one in its place. Raises DataError, and the errors of ``import_model``."""
     if not _is_gguf(model):
+        if model.is_file():
+            raise DataError(
+                f"model {model} is neither a model directory nor a GGUF file: it does not begin as those do. "
+                "`twostroke import` makes a directory of other files."
+            )
         return model_directory(model)
     from twostroke.interop.gguf_parts import names_of_parts
 

@@ -361,7 +361,7 @@ def _set(
 
     prompt, output = of_load
     request = {"batch": 1, "prompt_tokens": prompt, "output_tokens": output, "prefix_hit_share": prefix_hit_share}
-    shape = serving_shape(directory, spec, replace(engine, in_server=True), **request)
+    shape = serving_shape(directory, spec, engine.behind_http(), **request)
     given = [name for name in Fixed._fields if is_typed(context, name)]
     by_hand = {name: getattr(engine, name) for name in given}  # be it the default
     own = engine.dtype == "auto", engine.kv_dtype == "auto"

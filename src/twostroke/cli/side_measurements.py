@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cli.console import log, progress
+from twostroke.cli.typed import NAMED_DEVICE
 from twostroke.core.described import plain
 from twostroke.core.documents import read_object
 from twostroke.core.engine_settings import EngineSettings
@@ -31,7 +32,7 @@ def machine_of(name: str | None) -> Hardware | None:
     except TwostrokeError as error:
         if name is not None:
             raise
-        log(f"no predicted cost: {error}")
+        log(f"no predicted cost: {error}{NAMED_DEVICE}")
         return None
 
 

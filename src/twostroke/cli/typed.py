@@ -9,13 +9,19 @@ from typing import Any, NamedTuple
 
 import typer
 
-from twostroke.core.errors import InputError
+from twostroke.core.errors import InputError, NotCalibratedError
 
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """What Typer raises for words that it cannot read. Older versions take it from click, newer ones have their own."""
 
 MAY_BE_EMPTY = frozenset({"prompt", "stop"})
 """Options whose value is any text: the commands themselves say what an empty one is."""
+
+NAMED_DEVICE = " Or name a device: --hardware h100."
+"""What helps beside calibrating, where a command has that option."""
+
+TEXT_FLAGS = ("--prompt", "--text")
+"""Options that are a command's texts where they are repeatable: what is mostly meant by a word that stands alone."""
 
 _VALUE = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\(.*?\)|\[.*?\]|\S+?(?=[.,;:]*(?:\s|\)|$)))"""
 """A value as an error writes it after ``name=``: quoted, in brackets, or up to the next space without punctuation."""
@@ -83,6 +89,14 @@ def as_typed(sentence: str, group: Any, words: Sequence[str]) -> str:
     return f"{wrong}{stop}{proposal}"
 
 
+def other_remedy(error: Exception, group: Any, words: Sequence[str]) -> str:
+    """What else than calibrating helps where a machine has no profile: planning for another, where the command of ``words``
+    takes one. Empty of another error or command."""
+    command, _ = command_of(group, words)
+    takes_one = any("--hardware" in parameter.opts for parameter in command.params)
+    return NAMED_DEVICE if takes_one and isinstance(error, NotCalibratedError) else ""
+
+
 def _renamed(text: str, name: str, flag: str, value: str | None) -> str:
     """``text`` with ``flag`` instead of ``name``, and with ``value``, unless it is None, instead of the value after it."""
     before, after = r"(?<![\w.,\-/'\"·])", r"(?![\w=/'\"]|\.\w)"
@@ -102,11 +116,23 @@ def usage_sentence(error: Any, group: Any, words: Sequence[str]) -> str:
         given = [word for word in typed_words(*command_of(group, words)) if word.name == parameter.name]
         value, flag = (given[0].value, given[0].flag or parameter.name) if len(given) == 1 else (None, parameter.opts[-1])
         rule = error.message.removeprefix(f"{value} ").removeprefix(f"'{value}' ")  # Typer begins with it; it stands here once
+        if not_a_number := re.fullmatch(r"is not a valid (int|float)(eger)?( range)?\.", rule):
+            rule = "must be a whole number" if not_a_number[1] == "int" else "must be a number"
         shown = flag if value is None else f"{flag} {shlex.quote(value)}"
         text = f"{shown} {rule}" if rule != error.message else f"{shown} is refused: {rule}"
     command = error.ctx.command_path if error.ctx is not None else "twostroke"
     stop = "" if text.endswith("?") else "."
-    return f"{text.rstrip('.')}{stop} `{command} --help` lists what it takes."
+    return f"{text.rstrip('.')}{stop}{_as_text(error, group, words)} `{command} --help` lists what it takes."
+
+
+def _as_text(error: Any, group: Any, words: Sequence[str]) -> str:
+    """How to write the words behind all arguments of a command whose texts are options; empty of another error or command."""
+    command, rest = command_of(group, words)
+    flags = [flag for p in command.params for flag in p.opts if flag in TEXT_FLAGS and getattr(p, "multiple", False)]
+    left = [word.value for word in typed_words(command, rest) if not word.name]
+    if not (flags and left and error.message.startswith("Got unexpected extra argument")):
+        return ""
+    return f" A text is given as {flags[0]} {shlex.quote(' '.join(left))}."
 
 
 def is_typed(context: typer.Context, name: str) -> bool:

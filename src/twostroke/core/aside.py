@@ -53,11 +53,13 @@ def require_space(folder: Path, n_bytes: int) -> None:
 
 @contextlib.contextmanager
 def naming(target: Path) -> Iterator[None]:
-    """An error of writing to a full disk names no path: it gets ``target``'s."""
+    """An error of writing to a full disk names no path, and one of a folder that takes nothing a name that nobody typed: both
+    get ``target``'s."""
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL and error.filename is None:
+        is_ours = isinstance(error.filename, str) and _OURS.fullmatch(Path(error.filename).name)
+        if is_ours or (error.errno in _FULL and error.filename is None):
             error.filename = str(target)
         raise
 
@@ -71,7 +73,8 @@ def written_file(target: Path) -> Iterator[BinaryIO]:
     """
     remove_abandoned(target.parent)
     partial = _new_name(target)
-    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)
+    with naming(target):
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)
     try:
         with naming(target), os.fdopen(descriptor, "wb") as stream:
             _lock(descriptor)
@@ -107,7 +110,8 @@ def directory_beside(target: Path) -> Iterator[Path]:
     make_parent(target)
     remove_abandoned(target.parent)
     aside = _new_name(target)
-    aside.mkdir()
+    with naming(target):
+        aside.mkdir()
     descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(descriptor)

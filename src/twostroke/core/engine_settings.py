@@ -193,6 +193,10 @@ class EngineSettings:
         if not (is_integer(self.replicas) and self.replicas >= 1):
             raise ConfigError(f"replicas={self.replicas!r} must be a whole number, at least 1.")
 
+    def behind_http(self) -> EngineSettings:
+        """The same engine in a server's process, or for the plan of one."""
+        return dataclasses.replace(self, in_server=True)
+
     def changed(self) -> dict[str, Any]:
         """The fields that are not at their default."""
         return {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default}

@@ -5,7 +5,8 @@
     TwostrokeError                  exit 1: the work failed, and the sentence says why
     ├── InputError                  exit 2 / HTTP 400: something the caller gave is wrong; nothing was started
     │   ├── ConfigError             a config.json, recipe, profile or option breaks a rule
-    │   │   └── UnsupportedFamilyError   a model family that has no definition here
+    │   │   ├── UnsupportedFamilyError   a model family that has no definition here
+    │   │   └── NotCalibratedError       a plan for this machine, which has no profile that holds
     │   ├── DataError               a corpus, tokenizer or shard is missing, empty or unreadable
     │   ├── CorruptFileError        a weight, checkpoint, ledger or shard file does not hold what its header or hash promises
     │   └── CapacityError           the request cannot fit in the memory, context or budget there is
@@ -45,6 +46,10 @@ class ConfigError(InputError):
 
 
 class UnsupportedFamilyError(ConfigError):
+    pass
+
+
+class NotCalibratedError(ConfigError):
     pass
 
 

@@ -52,4 +52,5 @@ def model_directory(path: Path | str) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     problem = "is not a model directory: it holds no config.json" if path.exists() else "does not exist"
+    problem = "is a file, not a model directory" if path.is_file() else problem
     raise DataError(f"model {path} {problem}. Give a model directory; `twostroke import` makes one from a name or a file.")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from twostroke.core.checks import MOST_WHOLE
 from twostroke.core.data_recipe import STDLIB_SOURCE, DataRecipe, check_vocab_size
 from twostroke.core.documents import is_integer, read_toml
 from twostroke.core.engines import Method
@@ -280,6 +281,8 @@ def _at_least(name: str, value: float, least: float) -> None:
     if not least <= value < math.inf:
         finite = " and finite" if isinstance(value, float) else ""
         raise ConfigError(f"{name}={value} must be at least {least}{finite}.")
+    if value > MOST_WHOLE:
+        raise ConfigError(f"{name}={value} must be at most {MOST_WHOLE:,}.")
 
 
 def check_nf4_block(where: str, block: Any) -> int:

@@ -162,8 +162,12 @@ def arms_of(lines: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> tuple
     if missing := [name for name in names if name not in there]:
         raise InputError(f"--arm {missing[0]!r} is not in the log. Arms there: {', '.join(there) or 'none'}.")
     if len(chosen) != 2 or chosen[0] == chosen[1]:
-        have = ", ".join(there) or "none; `serve --ab NAME=SHARE --usage-log FILE` writes them"
-        raise InputError(f"two arms are compared, and the log has {len(there)}: {have}. Name two with --arm, A's first.")
+        if not there:
+            raise InputError(
+                "two arms are compared, and the log has none. `serve --ab NAME=SHARE --usage-log FILE` writes them."
+            )
+        have = f"{len(there)}: {', '.join(there)}"
+        raise InputError(f"two arms are compared, and the log has {have}. Name two with --arm, A's first.")
     seconds = machine_seconds(*(np.array([float(line[name]) for line in answers]) for name in ("time", "e2e_s")))
     a, b = arms = Arm(chosen[0]), Arm(chosen[1])
     units: dict[str, int] = {}

@@ -20,15 +20,16 @@ LOADS = ((1.0, "at full load"), (0.1, "at a tenth of it"), (0.01, "at a hundredt
 def crossover(trained: Mapping[str, Any], served: Mapping[str, Any], trained_on: Hardware, served_on: Hardware) -> Plot | None:
     """Cumulative cost of serving at three loads against the cost of the training run, each on its machine at its price.
 
-    Training $ = measured seconds · $/h; serving $ = tokens · $/token at the measured tokens/s of full load. So a server that
-    idles is assumed to be shared. A server of one's own costs as much as at full load, whatever it serves.
+    Training $ = those that the run recorded, or measured seconds · $/h; serving $ = tokens · $/token at the measured tokens/s
+    of full load. So a server that idles is assumed to be shared. A server of one's own costs as much as at full load, whatever
+    it serves.
     """
     seconds = number_of(trained.get("train_time_s"))
     rate = number_of(served.get("output_tok_per_s")) or number_of(served.get("decode_tok_per_s"))
     if not seconds or not rate:
         return None
     price = served_on.usd_per_hour
-    usd = cost_of(seconds, trained_on).usd
+    usd = number_of(trained.get("cost_usd")) or cost_of(seconds, trained_on).usd  # a run of a sweep pays its part
     per_million = usd_per_million_tokens(rate, price.value)
     tokens = crossover_tokens(usd, per_million)
     days_at_full = tokens / rate / 86400

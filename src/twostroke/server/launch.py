@@ -87,7 +87,7 @@ class ServeSettings:
     pool: PoolSettings | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "engine", replace(self.engine, in_server=True))
+        object.__setattr__(self, "engine", self.engine.behind_http())
 
     def relaunch(self, number: int, weights: str) -> EngineChild:
         """Start engine ``number`` with the weights in the directory ``weights``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,11 +65,12 @@ class RunInputs:
         return dataclasses.replace(self.recipe, train=dataclasses.replace(self.recipe.train, dtype=dtype))
 
     def mfu(self, tok_per_s: float) -> float | None:
-        """Model FLOP/s of ``tok_per_s``, that of all ranks, over the peak of their devices; None where that is not known."""
+        """Model FLOP/s of ``tok_per_s``, that of all ranks, over the peak of their devices, whole ones; None where that is not
+        known."""
         planned = self.entry.planned
         hardware = planned.hardware
         peak = hardware.peak_flop_per_s.get(self.computed.train.compute_dtype) if hardware is not None else None
-        return None if peak is None else self._flops_per_token * tok_per_s / (planned.n_devices * peak)
+        return None if peak is None else self._flops_per_token * tok_per_s / (math.ceil(planned.n_devices) * peak)
 
     @cached_property
     def _flops_per_token(self) -> float:

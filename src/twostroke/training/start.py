@@ -175,7 +175,7 @@ def _start(
     if resolved is not None:
         check_layout(recipe, resolved.spec, ranks.layout)
         prepared = _same_data(recipe, resolved, data_progress)
-        planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware, n_devices=layout(resolved.spec).n_whole)
+        planned = Planned(_frozen_prediction(ledger, resolved.run_id), hardware, n_devices=layout(resolved.spec).n_paid)
         entry = Recording(resolved.run_id, planned, log, ledger)
         return RunInputs(recipe, directory, resolved, prepared, entry, True, log, ranks)
     prepared, is_made = _prepare(recipe.data, data_progress)
@@ -198,7 +198,7 @@ def _start(
             plan = dataclasses.replace(plan, startup_s=startup_s(plan.shape, hardware, is_compiled=True))
         if is_made:
             plan = dataclasses.replace(plan, startup_s=plan.startup_s + _preparing_s(recipe.data, prepared, hardware))
-        planned = Planned(plan.prediction(), hardware, n_devices=plan.layout.n_whole)
+        planned = Planned(plan.prediction(), hardware, n_devices=plan.layout.n_paid)
     else:
         log(f"no prediction and no MFU: {why_not}")
     inputs = {

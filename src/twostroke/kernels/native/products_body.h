@@ -504,7 +504,7 @@ uint64_t sum_words(const uint64_t* words, int64_t n_words) {
     constexpr int64_t kStream = 4096;  // words of each at a time
     constexpr int kStreams = RegisterBlocking::panels_of(1);
     const int64_t near = prefetch_distances().near / kStreams;
-    const Ahead ahead{near, near, prefetch_distances().far / kStreams};
+    const Ahead ahead{near, near, kFetchesFar ? prefetch_distances().far / kStreams : 0};
     I32x16 sums[kStreams];
     TS_EACH(j, kStreams) sums[j] = zero_words();
     int64_t i = 0;

@@ -55,7 +55,10 @@ union Split {
     __m256 half[2];
     __m256i word_half[2];
 };
+typedef int32_t HalfInts __attribute__((vector_size(32)));
 #define TS_HALVES(i) for (int i = 0; i < 2; i++)
+TS_INLINE __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+TS_INLINE __m256 greater(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
 #endif
 
 // a·b + c, rounded once where the CPU can.
@@ -64,7 +67,7 @@ TS_INLINE Floats fma(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     Split x{a}, y{b}, z{c};
-    TS_HALVES(i) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
+    TS_HALVES(i) z.half[i] = fma(x.half[i], y.half[i], z.half[i]);
     return z.whole;
 #else
     return a * b + c;
@@ -76,7 +79,7 @@ TS_INLINE Floats greater(Floats a, Floats b) {  // the larger of each pair
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
     Split x{a}, y{b};
-    TS_HALVES(i) x.half[i] = _mm256_max_ps(x.half[i], y.half[i]);
+    TS_HALVES(i) x.half[i] = greater(x.half[i], y.half[i]);
     return x.whole;
 #else
     return a > b ? a : b;
@@ -160,58 +163,43 @@ TS_INLINE float max_of(Floats v) {
 
 // 2ˣ for x ≤ 127, relative error below 2e-7; exactly 1 at 0 and exactly 0 below -126. Cephes-style: 2^(n+f), |f| ≤ 1/2,
 // a polynomial of degree 6 (Taylor coefficients ln(2)^k/k! are within 1e-8 of the best ones on this interval).
-#if defined(__AVX2__) && !defined(__AVX512F__)
-TS_INLINE __m256 exp2_of_half(__m256 x) {
-    const __m256 magic =
-        _mm256_set1_ps(12582912.0f);  // 1.5·2²³: adding it rounds to a whole number, kept in the low bits
-    const __m256 bounded = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);  // in this order NaN comes through
-    const __m256 shifted = _mm256_add_ps(bounded, magic);
-    const __m256 f = _mm256_sub_ps(bounded, _mm256_sub_ps(shifted, magic));
-    __m256 p = _mm256_set1_ps(1.5403530e-4f);
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.3333558e-3f));
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(9.6181291e-3f));
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(5.5504109e-2f));
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(2.4022651e-1f));
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.9314718e-1f));
-    p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
-    const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(magic));
-    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
-    const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
-    return _mm256_andnot_ps(small, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+template <typename Some>
+TS_INLINE Some exp2_of_fraction(Some f) {
+    Some p = Some{} + 1.5403530e-4f;
+    p = fma(p, f, Some{} + 1.3333558e-3f);
+    p = fma(p, f, Some{} + 9.6181291e-3f);
+    p = fma(p, f, Some{} + 5.5504109e-2f);
+    p = fma(p, f, Some{} + 2.4022651e-1f);
+    p = fma(p, f, Some{} + 6.9314718e-1f);
+    return fma(p, f, Some{} + 1.0f);
 }
-#endif
+#if defined(__AVX512F__)
 TS_INLINE Floats exp2_of(Floats x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN comes through
+    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)exp2_of_fraction(x - whole), (__m512)whole);
+}
+#else
+template <typename Whole, typename Some>
+TS_INLINE Some exp2_of_some(Some x) {
+    const Some magic = Some{} + 12582912.0f;  // 1.5·2²³: adding it rounds to a whole number, kept in the low bits
+    const Some bounded = greater(Some{} - 127.0f, x);  // in this order NaN comes through
+    const Some shifted = bounded + magic;
+    const Whole n = (Whole)shifted - (Whole)magic;
+    const Some result = exp2_of_fraction(bounded - (shifted - magic)) * (Some)((n + 127) << 23);
+    return x < Some{} - 126.0f ? Some{} : result;
+}
+#if defined(__AVX2__)
+TS_INLINE __m256 exp2_of_half(__m256 x) { return exp2_of_some<HalfInts>(x); }
+TS_INLINE Floats exp2_of(Floats x) {
     Split v{x};
     TS_HALVES(i) v.half[i] = exp2_of_half(v.half[i]);
     return v.whole;
-#else
-#if defined(__AVX512F__)
-    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // NaN comes through
-    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats f = x - whole;
-#else
-    const Floats magic = all(12582912.0f);  // 1.5·2²³: adding it rounds to a whole number, kept in the low bits
-    const Floats bounded = greater(all(-127.0f), x);  // in this order NaN comes through
-    const Floats shifted = bounded + magic;
-    const Floats f = bounded - (shifted - magic);
-#endif
-    Floats p = all(1.5403530e-4f);
-    p = fma(p, f, all(1.3333558e-3f));
-    p = fma(p, f, all(9.6181291e-3f));
-    p = fma(p, f, all(5.5504109e-2f));
-    p = fma(p, f, all(2.4022651e-1f));
-    p = fma(p, f, all(6.9314718e-1f));
-    p = fma(p, f, all(1.0f));
-#if defined(__AVX512F__)
-    return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)whole);
-#else
-    const Ints n = (Ints)shifted - (Ints)magic;
-    const Floats result = p * (Floats)((n + 127) << 23);
-    return x < all(-126.0f) ? all(0.0f) : result;
-#endif
-#endif
 }
+#else
+TS_INLINE Floats exp2_of(Floats x) { return exp2_of_some<Ints>(x); }
+#endif
+#endif
 
 TS_INLINE Floats exp_of(Floats x) {
     // Cut off at 88 (e⁸⁸ is finite), with NaN let through: the comparison is false for it.

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from twostroke.core.errors import ConfigError, CorruptFileError
+from twostroke.core.errors import ConfigError, CorruptFileError, NotCalibratedError
 from twostroke.core.profile import (
     CALIBRATION_TIME,
     SERVING_DEVICE,
@@ -127,13 +127,13 @@ def load_hardware(name: str = "this", engine: Engine | None = None, device: str 
     """The machine called ``name``: "this" for the calibrated profile of this machine, or a datasheet's name or alias.
 
     ``engine``: of "this" the device that does that work, training on the GPU where it was measured there, serving on the CPU
-    always; ``device`` names training's. Raises ConfigError for a name that is not known (with near matches) and for work that
-    was never measured on the device that does it.
+    always; ``device`` names training's. Raises ConfigError for a name that is not known (with near matches), and
+    NotCalibratedError for work that was never measured on the device that does it.
     """
     if name == "this":
         profile = load_profile(engine, device)
         if profile is None:
-            raise ConfigError(_not_calibrated(engine, device))
+            raise NotCalibratedError(_not_calibrated(engine, device))
         return hardware_from_profile(profile, at_present(profile))
     wanted = "-".join(name.lower().replace("_", " ").split())
     path = HARDWARE_DIR / f"{wanted}.toml"
@@ -345,4 +345,4 @@ def _not_calibrated(engine: Engine | None, device: str | None) -> str:
     else:
         changes = what_changed(read_fingerprint())
         why = f"the stored profile is of another machine ({changes})" if changes else "this machine has no profile yet"
-    return f"{why}. Run `twostroke calibrate` once ({CALIBRATION_TIME}), or name a device: --hardware h100."
+    return f"{why}. Run `twostroke calibrate` once ({CALIBRATION_TIME})."

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from twostroke.core.checks import check_amount, check_count, check_share
+from twostroke.core.checks import check_amount, check_positive, check_share
 from twostroke.core.described import As
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import named
@@ -37,7 +37,7 @@ class Cost:
     watts: Annotated[Price, "W", "of one device, on average"]
     usd_per_hour: Annotated[Price, "$ an hour of one device"]
     electricity: Annotated[Price, "$ a kWh", As("electricity_usd_per_kwh")]
-    n_devices: Annotated[int, "devices"] = 1
+    n_devices: Annotated[float, "devices; below 1 the part of one that is shared with other runs"] = 1
     co2_kg: Annotated[float, "kg of CO₂ at the grid's intensity"] = 0.0
     terms: Annotated[Terms, "on demand, spot or bought"] = "on demand"
     pue: Annotated[Price, "power usage effectiveness"] = field(default_factory=lambda: price("pue"))
@@ -167,12 +167,12 @@ def rate_of(hardware: Hardware, terms: Terms) -> DeviceRate:
 
 
 def cost_of(
-    seconds: float, hardware: Hardware, n_devices: int = 1, rate: DeviceRate | None = None, watts: float | None = None
+    seconds: float, hardware: Hardware, n_devices: float = 1, rate: DeviceRate | None = None, watts: float | None = None
 ) -> Cost:
     """Money, energy and CO₂ of ``seconds`` of ``n_devices``, each at ``watts`` on average (at its limit unless given), the rate
     (rent on demand unless given), the assumed tariff and grid. Raises ConfigError for a negative time or no device."""
     check_amount("seconds", seconds)
-    check_count("n_devices", n_devices)
+    check_positive("n_devices", n_devices)
     rate = rate or on_demand_rate(hardware)
     electricity, pue, grid = price("electricity_usd_per_kwh"), pue_of(hardware), price("grid_kg_co2_per_kwh")
     drawn = hardware.watts if watts is None else predicted_power(watts)
@@ -206,7 +206,7 @@ def predicted_power(watts: float) -> Price:
     )
 
 
-def bill(values: Mapping[str, Any], hardware: Hardware, watts: float | None, n_devices: int = 1) -> dict[str, float]:
+def bill(values: Mapping[str, Any], hardware: Hardware, watts: float | None, n_devices: float = 1) -> dict[str, float]:
     """Money, and with ``watts`` of all devices energy, by their ledger names. They follow from ``values``: a run's from
     ``train_time_s``, ``sweep_s`` or ``elapsed_s``, a million tokens' from ``output_tok_per_s`` or ``scored_tok_per_s``. They
     are predicted where those are, and measured where those are."""

@@ -80,8 +80,14 @@ class Layout:
 
     @property
     def n_whole(self) -> int:
-        """Devices that exist, and are paid for: as many as ``n_devices``, or one for each ``sharing`` of them."""
+        """Devices that exist: as many as ``n_devices``, or one for each ``sharing`` of them."""
         return -(-self.n_devices // self.sharing)
+
+    @property
+    def n_paid(self) -> float:
+        """Devices that are paid for: ``n_whole``, or the part of one of a job that shares it with others, as the runs of a
+        sweep do."""
+        return self.n_devices / self.sharing if self.n_devices < self.sharing else self.n_whole
 
     def is_trained(self, spec: ModelSpec) -> bool:
         """Whether our trainer runs ``spec`` by it: replicas, ZeRO-2 or 3 over them, and tensor, context, expert and pipeline

@@ -460,7 +460,7 @@ def plan_training(
     if plan.train_time_s is not None:
         spent = plan.train_time_s if layout.n_whole == 1 else plan.wall_time_s
         assert spent is not None
-        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_whole, watts=plan.watts))
+        plan = replace(plan, cost=cost_of(spent, hardware, layout.n_paid, watts=plan.watts))
     return plan
 
 

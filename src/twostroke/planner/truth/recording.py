@@ -41,12 +41,12 @@ ENERGY = ("energy_kwh", "energy_per_mtok_kwh")
 @dataclass(frozen=True)
 class Planned:
     """What is expected of a run: values by the ledger's names, the machine that they are for, what of the plan joins the run's
-    inputs, and on how many such machines or devices it runs."""
+    inputs, and on how many such machines or devices it runs: below 1 the part of one that it shares with other runs."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     hardware: Hardware | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    n_devices: int = 1
+    n_devices: float = 1
 
 
 def freeze(kind: Kind, subject: str, inputs: Mapping[str, Any], planned: Planned, ledger: Ledger | None = None) -> str:
@@ -111,8 +111,9 @@ class Recording:
 
     def spent(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Measured energy and money that follow from measured ``values``; nothing without a machine whose price is known."""
-        hardware = self.planned.hardware
-        return {} if hardware is None else bill(values, hardware, self.meter.watts, self.planned.n_devices)
+        hardware, n, watts = self.planned.hardware, self.planned.n_devices, self.meter.watts
+        own_watts = None if watts is None else min(1.0, n) * watts  # a counter reads the runs beside it too
+        return {} if hardware is None else bill(values, hardware, own_watts, n)
 
     def _waited(self) -> dict[str, float]:
         """The share of the run, so far, that its threads lost by waiting for a processor; nothing of a run that was not
