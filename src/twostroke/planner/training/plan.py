@@ -60,6 +60,7 @@ class TrainingMemory:
     gradients: Annotated[float, "bytes"]
     optimizer: Annotated[float, "bytes", "of its state"]
     activations: Annotated[float, "bytes", "kept for backward"]
+    exchange: Annotated[float, "bytes", "of gradients that ranks have not added up yet, beyond activations", LeftOut]
     recomputed: Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it", LeftOut]
     loss: Annotated[float, "bytes", "of logits and their gradients"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]

@@ -7,7 +7,7 @@ ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,6 +18,13 @@ from twostroke.core.policy import numbers_of_expert_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.exchanging import (
+    after_the_last_pass,
+    beside_sums_of_replicas,
+    beside_sums_of_shards,
+    bucket_elements,
+    reducing_bytes,
+)
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
     FP32,
@@ -351,9 +358,12 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     precision = inputs(PRECISIONS[shape.dtype])
     weight_ranks, gradient_ranks, state_ranks = (layout.shared_by(zero) for zero in (3, 2, 1))
     alone, n_sums = layout.n_devices == 1, shape.gradient_sums
-    left_in = "fp32" if n_sums and layout.zero >= 2 else shape.dtype  # a rank's rows of a pass's sum are in fp32
+    in_fp32 = n_sums and layout.zero >= 2  # FSDP2's masters and a rank's rows of a pass's sum
+    left_in = "fp32" if in_fp32 else shape.dtype
     gradient = letter("gradient", gradient_bytes_per_parameter(left_in, alone, shape.grad_accumulation, n_sums))
-    masters = precision.master * part.trained_of(state_ranks)
+    left = letter("left", PRECISIONS[left_in].gradient if n_sums else 0.0) * part.trained_of(gradient_ranks)
+    gathered_apart = in_fp32 and layout.zero == 2 and not precision.master  # from rows that stay beside what is gathered
+    masters = (letter("rows_held", FP32) if gathered_apart else precision.master) * part.trained_of(state_ranks)
     working = precision.working * part.trained_of(weight_ranks)
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
     optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
@@ -378,6 +388,7 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
         "weights": _term("weights", working + frozen + masters),
         "masters": masters,
         "gradients": _term("gradients", gradients),
+        "left": named("left_bytes", left, "bytes", "gradients that a backward pass of our ranks leaves beside their sums"),
         "optimizer": _term("optimizer", optimizer),
     }
 
@@ -387,6 +398,7 @@ _TERMS = {
     "gradients": "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads",
     "optimizer": "moments as the optimizer keeps them; a running average of weights, outer weights, residuals of compression",
     "activations": "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
+    "exchange": "beyond activations: gradients that are not added up yet, and buffers in which ranks exchange them",
     "recomputed": "the one layer that is being computed again, beyond what was kept of it",
     "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",
     "workspace": "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs",
@@ -418,7 +430,8 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
         there = tokens * offloaded_a_token(spec, shape, hardware, layout, stage)
         activations += there / (stage.n_layers or 1.0) - there  # backward has those of one layer in memory
     loss = loss_bytes(spec, tokens, shape.logits, policy) / layout.tensor if stage.last else 0.0
-    beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
+    ours = shape.gradient_sums > 0  # what backward leaves is in ``exchange``
+    beside = letter("beside", 0.0 if ours else backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
     n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
     differentiated = letter("share", backward_share(shape)) * (activations + recomputed) / n_layers
@@ -430,6 +443,10 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
         "loss": _term("loss", loss_at_peak_bytes(loss, beside, differentiated, hardware)),
         "workspace": _term("workspace", workspace_bytes(activations + recomputed, differentiated, hardware)),
     }
+    if ours:
+        most = activations + recomputed + terms["loss"]
+        taken = differentiated if hardware.accelerator is None else 0.0
+        terms["exchange"] = _term("exchange", exchange_bytes(spec, shape, layout, stage, part, state["left"], most, taken, hardware))
     if recomputed:
         terms["recomputed"] = recomputed
     compiled = expert_products_bytes(spec, shape, tokens, hardware)
@@ -468,7 +485,8 @@ def gathered_bytes(
     if layout.zero == 3:
         precision = PRECISIONS[shape.dtype]
         reduced = FP32 if precision.master and on_accelerator else 0.0
-        gathered = 2 * part.layer_bytes + (precision.gradient + reduced) * part.layer
+        gathered = 2 * part.layer_bytes
+        gathered += 0.0 if shape.gradient_sums else (precision.gradient + reduced) * part.layer  # ours: ``exchange``
         gathered += 0.0 if on_accelerator else part.embedding_bytes
     if on_accelerator and layout.sequence_cut > 1:
         gathered += TENSOR_PARALLEL_COPIES * w * tokens * spec.d_model
@@ -483,7 +501,7 @@ def _at_peak(
     reuses what one moment leaves for the next. Gradients stay if several micro-batches or replicas add to them, or if the
     optimizer reads an fp32 sum. Activations that wait in the host's memory are all there during the loss.
     """
-    layer = sum(terms.get(name, 0.0) for name in ("recomputed", "gathered", "dequantised"))
+    layer = sum(terms.get(name, 0.0) for name in ("exchange", "recomputed", "gathered", "dequantised"))
     layer += terms["activations"] if shape.offload_activations == "cpu" else 0.0
     head = part.head_bytes if layout.zero == 3 and stage.last else 0.0
     head += whole_rows if stage.last else 0.0
@@ -492,6 +510,47 @@ def _at_peak(
     made = terms["gradients"]
     gradients = made if stays else largest(0.0, made - terms["activations"] - loss)
     return terms | {"loss": loss, "gradients": _term("gradients", gradients)}
+
+
+def exchange_bytes(
+    spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, part: Held, left: float, activations: float,
+    differentiated: float, hardware: Hardware,
+) -> float:  # fmt: skip
+    """What a rank of ours holds of gradients beside their sums at the peak, beyond ``activations`` and what the layer takes that
+    is ``differentiated`` (``exchanging``). ``left`` is what a pass leaves."""
+    of_a_layer = activations / (stage.n_layers or 1.0)
+    precision, ranks = PRECISIONS[shape.dtype], layout.shared_by(2)[0]
+    # What a tree of sums held until they were one is there for the buffers.
+    sums = letter("n_sums", shape.gradient_sums) - 1
+    free = FP32 * sums * part.trained_of(layout.shared_by(2)) if shape.gradient_sums > 1 else 0.0
+    apart = layout.copies if layout.zero >= 2 else layout.replicas
+    buffers = 0.0
+    if apart > 1 and not shape.outer_every:
+        bucket = bucket_elements(size / ranks for size in trained_tensors(spec, shape, layout, stage))
+        buffers = largest(after_the_last_pass(shape, bucket, layout.zero >= 2) - free, 0.0)
+    if layout.zero < 2:
+        return beside_sums_of_replicas(left, activations, of_a_layer, differentiated, buffers)
+    outside = part.outside if shape.method == "full" else 0.0
+    of_blocks = left - FP32 / ranks * outside
+    reducing = reducing_bytes(shape, ranks, hardware.accelerator is not None)
+    beside = beside_sums_of_shards(
+        precision.gradient, of_blocks, part.layer, outside, ranks, reducing, activations, of_a_layer, differentiated
+    )
+    return largest(beside, buffers - (activations + differentiated))
+
+
+def trained_tensors(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Iterator[float]:
+    """Elements of a stage's trained parameters, in the order in which their gradients are exchanged."""
+    counts, full = count_parameters(spec), shape.method == "full"
+    if full and stage.first:
+        yield counts.embedding / layout.tensor
+    for layer in rank_layers(spec, layout.tensor, layout.expert, shape.targets):
+        for _ in range(round(layer.count * stage.n_layers / spec.n_layers)):
+            yield from (p.elements if full else p.adapters(shape.lora_rank) for p in layer.products)
+            yield layer.kind.norm_parameters + layer.kind.other_parameters if full else 0.0
+    if full and stage.last:
+        yield counts.final_norm
+        yield counts.head / layout.tensor
 
 
 def offloaded_a_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> float:
@@ -517,7 +576,7 @@ def _stage_activations(
         around = around_blocks_bytes(spec, policy)
         if shape.exit_losses:
             around += letter("exits", shape.exit_losses) * read_out_bytes(spec, policy)
-        if layout.n_devices > 1:
+        if layout.n_devices > 1 and policy.attends_on == "gpu":
             around -= policy.w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         kept += tokens * around / layout.sequence_cut
         if shape.method == "full" and shape.logits == "chunked":
