@@ -107,7 +107,8 @@ def error_of(row: dict[str, Any]) -> float:
 def summary(results: dict[str, Any]) -> str:
     rows = results["rows"]
     lines = [
-        f"{results['machine']}; torch {results['torch']}, Twostroke {results['twostroke']}; {results['dtype']}, compiled, AdamW",
+        f"{results['machine']}; torch {results['torch']}, Twostroke {results['twostroke']}",
+        f"In {results['dtype']}, compiled, AdamW; two ranks of a thread each.",
         "",
         "| model, layout, micro-batch | plan, MB | measured, each rank, MB | plan ÷ measured − 1 |",
         "|---|---|---|---|",

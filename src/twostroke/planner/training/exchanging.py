@@ -3,13 +3,13 @@
 Buffers live at moments at which activations have gone or go, so they add to the peak what they take beyond these. Bytes for one
 element of a gradient, which is sent in w bytes, and n ranks (tests/training/test_exchange_buffers.py counts them):
 
-- Replicas (and copies of shards) exchange sums after the last pass, a bucket after the other (``training.ranks``). ``exact``: the
-  message w and what has come w, then in 16 bits the pieces in fp32 beside what has come, 4 + w; in fp32 what has come, in which the
-  pieces are added, beside the whole sum, 4 + w. Otherwise the message alone, 4, in which gloo adds.
-- Ranks of shards reduce the gradients of a unit, which is a layer, or what is outside of them, as soon as backward has left them
-  (torch's FSDP2, ``training.parallelize.OrderedReduceScatter``): their message in fp32, 4, which FSDP2 keeps until the next unit's,
-  and a rank's rows of the sum, 4/n. ``exact`` holds what has come, w, and in 16 bits its pieces in fp32, 4; gloo's own
-  reduce-scatter a copy of the message, 4.
+- Replicas, and copies of shards, exchange sums after the last pass, a bucket after the other (``training.ranks``). With
+  ``exact`` 4 + w: in 16 bits what has come and its pieces in fp32; in fp32 what has come, in which the pieces are added, and
+  the message, or later the whole sum. Otherwise 4, the message alone, in which gloo adds.
+- Ranks of shards reduce the gradients of a unit, a layer or what is outside of all layers, as soon as backward has left them
+  (FSDP2, ``training.parallelize.OrderedReduceScatter``): a message in fp32, 4, which FSDP2 keeps until the next unit's, and a
+  rank's rows of the sum, 4/n. ``exact`` holds what has come, w, and in 16 bits its pieces in fp32, 4; gloo's own reduce-scatter
+  a copy of the message, 4.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bucket_elements(sizes: Iterable[float]) -> float:
 
 
 def bytes_sent(shape: TrainingShape, in_each_pass: bool) -> float:
-    """Bytes of an element of a gradient on its way to other ranks: of one micro-batch as it was computed, of several in fp32."""
+    """Bytes of an element of a gradient on its way to other ranks: of one micro-batch as it was computed, else in fp32."""
     one = in_each_pass or shape.grad_accumulation == 1
     return letter("sent", bytes_of(shape.compute_dtype) if shape.exact and one else FP32)
 
@@ -67,9 +67,9 @@ def beside_sums_of_shards(
     gradient: float, left_of_blocks: float, layer: float, outside: float, ranks: float, reducing: float,
     activations: float, of_a_layer: float, differentiated: float,
 ) -> float:  # fmt: skip
-    """The same of shards. Moments of a pass: its first layer, whose whole ``gradient`` bytes an element are not reduced yet; its
-    second one, beside the message of the first; reducing the first; its last layer, when ``left_of_blocks`` is there, and the
-    gradient of what is ``outside`` the blocks waits for the end; reducing that."""
+    """The same of shards. Moments of a pass: its first layer, whose whole ``gradient`` bytes an element are not reduced yet;
+    its second one, beside the message of the first; reducing the first; its last layer, when ``left_of_blocks`` is there, and
+    the gradient of what is ``outside`` the blocks waits for the end; reducing that."""
     kept = (gradient + FP32) * layer
     first = activations + differentiated + gradient * layer
     second = activations - of_a_layer + differentiated + kept + FP32 / ranks * layer

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds, layers_by_kind
 from twostroke.core.named import inputs, largest, letter, named, smallest
-from twostroke.core.policy import numbers_of_expert_rows
+from twostroke.core.policy import layers_of, numbers_of_expert_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
@@ -135,12 +135,21 @@ def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, .
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its layers, and whether embedding and head are on it."""
+    """One pipeline stage: its layers, and whether embedding and head are on it. ``kinds`` are how many of its layers are of
+    each of the model's kinds, in their order; it has its share of each where that is empty."""
 
     index: int
     n_layers: float
     first: bool
     last: bool
+    kinds: tuple[float, ...] = ()
+
+    def counts(self, spec: ModelSpec) -> tuple[float, ...]:
+        """Its layers of each kind."""
+        if self.kinds:
+            return tuple(letter(f"here_{i}", n) for i, n in enumerate(self.kinds, 1))
+        share = self.n_layers / spec.n_layers
+        return tuple(share * count for _, count in layer_kinds(spec))
 
 
 @lru_cache(maxsize=4096)
@@ -160,6 +169,29 @@ def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
         Stage(pipeline - 1, _layers_here(each - at_last), False, True),
     )
     return ends if pipeline == 2 or not lacking else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
+
+
+def stages_of(spec: ModelSpec, shape: TrainingShape, layout: Layout) -> tuple[Stage, ...]:
+    """``stages`` of ``layout``; in a run of our trainer those that it makes, with the layers that are there (``layers_of``). Of
+    stages in the middle with the same layers the one that is nearest to the first has most micro-batches under way."""
+    if layout.pipeline == 1 or not shape.gradient_sums:
+        return stages(spec.n_layers, layout.pipeline, layout.interleave)
+    return _stages_made(spec, layout.pipeline, layout.interleave)
+
+
+@lru_cache(maxsize=4096)
+def _stages_made(spec: ModelSpec, pipeline: int, interleave: int) -> tuple[Stage, ...]:
+    n_chunks, n_kinds = pipeline * interleave, len(layer_kinds(spec))
+    kinds = layers_by_kind(spec)
+    found: dict[tuple[bool, bool, tuple[float, ...]], Stage] = {}
+    for index in range(pipeline):
+        chunks = (layers_of(chunk, n_chunks, int(spec.n_layers)) for chunk in range(index, n_chunks, pipeline))
+        here = [kinds[layer] for layers in chunks for layer in layers]
+        first, last = index == 0, index == pipeline - 1
+        counts = tuple(float(here.count(kind)) for kind in range(n_kinds)) if n_kinds > 1 else ()
+        stage = Stage(index, _layers_here(len(here)), first, last, counts)
+        found.setdefault((first, last, counts or (float(len(here)),)), stage)
+    return tuple(found.values())
 
 
 def _layers_here(n_layers: float) -> float:
@@ -200,9 +232,9 @@ def held(
     type (lora) or with its block matrices in NF4 (qlora)."""
     counts = count_parameters(spec)
     layers = rank_layers(spec, tensor, expert, targets)
-    share = stage.n_layers / spec.n_layers
-    dense = share * sum(layer.count * layer.dense for layer in layers)
-    experts = share * sum(layer.count * layer.experts for layer in layers)
+    here = stage.counts(spec)
+    dense = sum(n * layer.dense for n, layer in zip(here, layers, strict=True))
+    experts = sum(n * layer.experts for n, layer in zip(here, layers, strict=True))
     ends = 0.0
     if stage.first:
         ends += counts.embedding / tensor + counts.positions + counts.projections
@@ -212,7 +244,8 @@ def held(
 
     def of_blocks(count: Callable[[RankProduct], int], experts: bool) -> float:
         """``count`` of the products of the stage's blocks: those of experts or all others."""
-        return share * sum(layer.count * count(p) for layer in layers for p in layer.products if p.is_expert == experts)
+        each = ((n, p) for n, layer in zip(here, layers, strict=True) for p in layer.products)
+        return sum(n * count(p) for n, p in each if p.is_expert == experts)
 
     dense_matrices, expert_matrices = (of_blocks(lambda p: p.weights, experts) for experts in (False, True))
     most = max(layer.dense + layer.experts for layer in layers)
@@ -261,8 +294,8 @@ def whole_parameters(spec: ModelSpec, shape: TrainingShape, layout: Layout, stag
     Sinks, which are cut, and correction biases, which have no gradient, are counted with the norms: a few numbers a layer.
     """
     layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
-    whole = sum(layer.count * _whole_of(layer, shape.method == "full", shape.lora_rank) for layer in layers)
-    whole = stage.n_layers / spec.n_layers * whole
+    each = zip(stage.counts(spec), layers, strict=True)
+    whole = sum(n * _whole_of(layer, shape.method == "full", shape.lora_rank) for n, layer in each)
     if shape.method == "full":
         counts = count_parameters(spec)
         whole += counts.positions + counts.projections if stage.first else 0.0
@@ -298,11 +331,12 @@ def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) 
 
 
 @lru_cache(maxsize=8192)
-def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy) -> tuple[float, float]:
-    """(bytes a token keeps in an average layer, in the layer that keeps most when nothing is recomputed)."""
-    average = sum(count * kept_by_layer(spec, kind, policy) for kind, count in layer_kinds(spec))
+def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy, stage: Stage) -> tuple[float, float]:
+    """(bytes a token keeps in the layers of ``stage``, in the layer that keeps most when nothing is recomputed)."""
+    kinds = [kind for kind, _ in layer_kinds(spec)]
+    here = sum(n * kept_by_layer(spec, kind, policy) for n, kind in zip(stage.counts(spec), kinds, strict=True))
     whole = replace(policy, checkpointing="none")
-    return average / spec.n_layers, max(kept_by_layer(spec, kind, whole) for kind, _ in layer_kinds(spec))
+    return here, max(kept_by_layer(spec, kind, whole) for kind in kinds)
 
 
 @lru_cache(maxsize=4096)
@@ -345,10 +379,7 @@ def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
     if shape.targets:
         check_targets(spec, shape.targets)
     shape = rank_shape(shape, layout)
-    counted = [
-        _stage_terms(spec, shape, hardware, layout, stage)
-        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
-    ]
+    counted = [_stage_terms(spec, shape, hardware, layout, stage) for stage in stages_of(spec, shape, layout)]
     found = [terms | {"process": process_bytes(shape, hardware, sum(terms.values()))} for terms in counted]
     return max(found, key=lambda terms: sum(terms.values()))
 
@@ -446,7 +477,8 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
     if ours:
         most = activations + recomputed + terms["loss"]
         taken = differentiated if hardware.accelerator is None else 0.0
-        terms["exchange"] = _term("exchange", exchange_bytes(spec, shape, layout, stage, part, state["left"], most, taken, hardware))
+        beside = exchange_bytes(spec, shape, layout, stage, part, state["left"], most, taken, hardware)
+        terms["exchange"] = _term("exchange", beside)
     if recomputed:
         terms["recomputed"] = recomputed
     compiled = expert_products_bytes(spec, shape, tokens, hardware)
@@ -516,8 +548,8 @@ def exchange_bytes(
     spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, part: Held, left: float, activations: float,
     differentiated: float, hardware: Hardware,
 ) -> float:  # fmt: skip
-    """What a rank of ours holds of gradients beside their sums at the peak, beyond ``activations`` and what the layer takes that
-    is ``differentiated`` (``exchanging``). ``left`` is what a pass leaves."""
+    """What a rank of ours holds of gradients beside their sums at the peak, beyond ``activations`` and what the layer takes
+    that is ``differentiated`` (``exchanging``). ``left`` is what a pass leaves."""
     of_a_layer = activations / (stage.n_layers or 1.0)
     precision, ranks = PRECISIONS[shape.dtype], layout.shared_by(2)[0]
     # What a tree of sums held until they were one is there for the buffers.
@@ -544,8 +576,9 @@ def trained_tensors(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage
     counts, full = count_parameters(spec), shape.method == "full"
     if full and stage.first:
         yield counts.embedding / layout.tensor
-    for layer in rank_layers(spec, layout.tensor, layout.expert, shape.targets):
-        for _ in range(round(layer.count * stage.n_layers / spec.n_layers)):
+    layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
+    for n, layer in zip(stage.counts(spec), layers, strict=True):
+        for _ in range(round(n)):
             yield from (p.elements if full else p.adapters(shape.lora_rank) for p in layer.products)
             yield layer.kind.norm_parameters + layer.kind.other_parameters if full else 0.0
     if full and stage.last:
@@ -557,7 +590,7 @@ def offloaded_a_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware,
     """Bytes of a token's activations on a stage that wait in the host's memory, or on its disk, where the final norm's are
     too."""
     policy = activation_policy(spec, shape, hardware, layout)
-    kept = stage.n_layers * _kept_per_token(spec, policy)[0]
+    kept = _kept_per_token(spec, policy, stage)[0]
     if shape.offload_activations == "disk" and stage.last:
         kept += read_out_bytes(spec, policy) - policy.w * spec.d_model  # without the gradient that the loss computes ahead
     return kept
@@ -567,8 +600,9 @@ def _stage_activations(
     spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, policy: ActivationPolicy, tokens: float
 ) -> tuple[float, float]:
     """(bytes kept for backward, bytes of the one layer that is being computed again beyond what was kept of it)."""
-    layer, most = _kept_per_token(spec, policy)
-    kept = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    here, most = _kept_per_token(spec, policy, stage)
+    kept = tokens * here * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    layer = here / (stage.n_layers or 1.0)
     recomputed = 0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if policy.selective else 0), 0.0)
     if stage.first:
         kept -= tokens * not_kept_at_the_bottom(spec, layer_kinds(spec)[0][0], policy)
