@@ -28,7 +28,7 @@ from twostroke.training.measurement import StepRecord
 from twostroke.training.ranks import joined
 from twostroke.training.start import train
 
-RANKS, STEPS, PORT, VOCABULARY = 2, 8, 29521, 4096
+RANKS, STEPS, PORT, VOCABULARY = 2, 6, 29521, 4096
 
 SIZES: dict[str, dict[str, int]] = {
     "12M": {"n_layers": 6, "d_model": 384, "n_heads": 6, "d_ff": 1024},
@@ -46,7 +46,7 @@ Case = tuple[str, str, bool, str]
 """Size, layout, ``exact``, batch."""
 
 CASES: list[Case] = [
-    (size, layout, exact, batch) for size in SIZES for batch in BATCHES for layout in LAYOUTS for exact in (True, False)
+    (size, layout, exact, batch) for batch in BATCHES for size in SIZES for layout in LAYOUTS for exact in (True, False)
 ]
 
 

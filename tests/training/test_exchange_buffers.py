@@ -53,7 +53,7 @@ def _sum_of_replicas(ranks: Any, exact: bool, wire: torch.dtype) -> int:
 def _reduced(ranks: Any, wire: torch.dtype, n_elements: int) -> int:
     from twostroke.training.parallelize import OrderedReduceScatter
 
-    ranks.lay_out(ParallelRecipe(shard=RANKS))
+    ranks.lay_out(ParallelRecipe(data=1, shard=RANKS))
     message, own = torch.ones(n_elements), torch.empty(n_elements // RANKS)
     group = ranks.group("shard")
     with Held() as held:

@@ -48,6 +48,7 @@ GLOSSARY: dict[str, str] = {
     "bucket": "elements of the gradients that ranks exchange at once, where they are most",
     "here": "layers of a kind on a stage (here_1, here_2: of each)",
     "left": "bytes of gradient that a backward pass of our ranks leaves beside the sums",
+    "n_sums": "fp32 sums of gradients that a rank holds at once",
     "rows_held": "bytes of a master's rows beside the weights that are gathered from them",
     "sent": "bytes in which an element of a gradient is sent",
     "beside": "bytes of gradient that backward leaves beside the fp32 one",
