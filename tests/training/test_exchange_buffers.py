@@ -68,7 +68,7 @@ def test_replicas_hold_the_buffers_of_one_bucket(runner: RankRunner, exact: bool
     """Beside them are the few numbers that fill a bucket up, and a count."""
     bucket = bucket_elements(float(torch.Size(size).numel()) for size in SIZES)
     assert FP32 * bucket > BUCKET_BYTES
-    planned = after_the_last_pass(TrainingShape(dtype=dtype, exact=exact, gradient_sums=1), bucket, False)
+    planned = after_the_last_pass(TrainingShape(dtype=dtype, exact=exact, gradient_sums=1), bucket, RANKS)
     for _, most, _ in runner.call(_sum_of_replicas, RANKS, exact, wire):
         assert most == pytest.approx(planned, rel=1e-3)
 

@@ -387,11 +387,23 @@ def exchanged(sent: Tensor, group: Any, kind: str) -> list[Tensor]:
     return list(received.view(n, -1))
 
 
+def gather_into(found: Tensor, own: Tensor, group: Any, async_op: bool = False) -> Any:
+    """Fill ``found`` with ``own`` of each rank of ``group``; what torch's all-gather returns.
+
+    gloo's all-gather copies what comes in each of its two threads, whose heaps nothing else uses: 60 MB that stay for messages
+    of 20 MB. Its exchange writes where it belongs, in the same time (7 MB 5.5 ms instead of 7.5, 20 MB 14.4 instead of 12.3).
+    """
+    if own.device.type != "cpu":
+        return all_gather(found, own, group=group, async_op=async_op)
+    sent = own.flatten().repeat(dist.get_world_size(group))
+    return dist.all_to_all_single(found, sent, group=group, async_op=async_op)
+
+
 def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
     """(ranks, n): ``own`` of each rank of ``group``, of equal length, counted as ``kind`` if that is given."""
     n = dist.get_world_size(group)
     found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
-    all_gather(found, own.contiguous(), group=group)
+    gather_into(found, own.contiguous(), group)
     if kind is not None:
         SENT[kind] += (n - 1) * own.numel() * own.element_size()
     return found.view(n, -1)
@@ -409,13 +421,13 @@ def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.
     order = [rank for first in range(n // n_replicas) for rank in range(first, n, n // n_replicas)]
 
     def sum_up(bucket: Sequence[Tensor]) -> None:
-        # No more than the message and its answer, or the parts' sum and the whole of it, is held at once
-        # (``planner.training.exchanging``).
+        # Plans count what is held here at once (``planner.training.exchanging``): message and answer, then a piece and its sum,
+        # sent to all and come from all.
         dtype, n_elements = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)
         own = -(-n_elements // n)
         filled = [*(tensor.reshape(-1) for tensor in bucket), bucket[0].new_zeros(own * n - n_elements)]
         pieces = exchanged(torch.cat([part.to(wire or dtype) for part in filled]), group, kind)
-        mine = tree_sum([pieces[rank] for rank in order]).to(dtype)
+        mine = tree_sum([pieces[rank] for rank in order]).to(dtype, copy=True)  # of fp32 a piece of what has come
         pieces.clear()
         _split(gathered(mine, group, kind).view(-1)[:n_elements], bucket)
 

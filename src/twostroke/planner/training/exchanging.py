@@ -4,12 +4,11 @@ Buffers live at moments at which activations have gone or go, so they add to the
 element of a gradient, which is sent in w bytes, and n ranks (tests/training/test_exchange_buffers.py counts them):
 
 - Replicas, and copies of shards, exchange sums after the last pass, a bucket after the other (``training.ranks``). With
-  ``exact`` 4 + w: in 16 bits what has come and its pieces in fp32; in fp32 what has come, in which the pieces are added, and
-  the message, or later the whole sum. Otherwise 4, the message alone, in which gloo adds.
+  ``exact`` a rank's piece of the sum, 4/n, the same for each rank, 4, and the whole that comes, 4. Otherwise the message alone,
+  4, in which torch adds.
 - Ranks of shards reduce the gradients of a unit, a layer or what is outside of all layers, as soon as backward has left them
   (FSDP2, ``training.parallelize.OrderedReduceScatter``): a message in fp32, 4, which FSDP2 keeps until the next unit's, and a
-  rank's rows of the sum, 4/n. ``exact`` holds what has come, w, and in 16 bits its pieces in fp32, 4; gloo's own reduce-scatter
-  a copy of the message, 4.
+  rank's rows of the sum, 4/n. On CPUs and with ``exact`` what has come is held, w, and in 16 bits its pieces in fp32, 4.
 """
 
 from __future__ import annotations
@@ -34,17 +33,9 @@ def bucket_elements(sizes: Iterable[float]) -> float:
     return letter("bucket", most)
 
 
-def bytes_sent(shape: TrainingShape, in_each_pass: bool) -> float:
-    """Bytes of an element of a gradient on its way to other ranks: of one micro-batch as it was computed, else in fp32."""
-    one = in_each_pass or shape.grad_accumulation == 1
-    return letter("sent", bytes_of(shape.compute_dtype) if shape.exact and one else FP32)
-
-
-def after_the_last_pass(shape: TrainingShape, bucket: float, in_each_pass: bool) -> float:
-    """Bytes of the buffers of a bucket. Those of shards' copies are of what was added up in each pass, in fp32."""
-    if not shape.exact:
-        return FP32 * bucket
-    return (FP32 + (FP32 if in_each_pass else bytes_sent(shape, False))) * bucket
+def after_the_last_pass(shape: TrainingShape, bucket: float, ranks: float) -> float:
+    """Bytes of the buffers of a ``bucket`` that ``ranks`` ranks exchange."""
+    return ((2 * FP32 + FP32 / ranks) if shape.exact else FP32) * bucket
 
 
 def reducing_bytes(shape: TrainingShape, ranks: float, on_accelerator: bool) -> float:
@@ -52,7 +43,7 @@ def reducing_bytes(shape: TrainingShape, ranks: float, on_accelerator: bool) -> 
     message_and_sum = FP32 + FP32 / ranks
     if not shape.exact:
         return message_and_sum + (0.0 if on_accelerator else FP32)
-    sent = bytes_sent(shape, True)
+    sent = letter("sent", bytes_of(shape.compute_dtype))
     return message_and_sum + sent + (0.0 if sent == FP32 else FP32)
 
 

@@ -562,7 +562,7 @@ def exchange_bytes(
     buffers = 0.0
     if apart > 1 and not shape.outer_every:
         bucket = bucket_elements(size / ranks for size in trained_tensors(spec, shape, layout, stage))
-        buffers = largest(after_the_last_pass(shape, bucket, layout.zero >= 2) - free, 0.0)
+        buffers = largest(after_the_last_pass(shape, bucket, apart) - free, 0.0)
     if layout.zero < 2:
         return beside_sums_of_replicas(left, activations, of_a_layer, differentiated, buffers)
     outside = part.outside if shape.method == "full" else 0.0
