@@ -181,11 +181,11 @@ def stages_of(spec: ModelSpec, shape: TrainingShape, layout: Layout) -> tuple[St
 
 @lru_cache(maxsize=4096)
 def _stages_made(spec: ModelSpec, pipeline: int, interleave: int) -> tuple[Stage, ...]:
-    n_chunks, n_kinds = pipeline * interleave, len(layer_kinds(spec))
+    n_chunks, n_kinds = int(pipeline * interleave), len(layer_kinds(spec))
     kinds = layers_by_kind(spec)
     found: dict[tuple[bool, bool, tuple[float, ...]], Stage] = {}
-    for index in range(pipeline):
-        chunks = (layers_of(chunk, n_chunks, int(spec.n_layers)) for chunk in range(index, n_chunks, pipeline))
+    for index in range(int(pipeline)):
+        chunks = (layers_of(chunk, n_chunks, int(spec.n_layers)) for chunk in range(index, n_chunks, int(pipeline)))
         here = [kinds[layer] for layers in chunks for layer in layers]
         first, last = index == 0, index == pipeline - 1
         counts = tuple(float(here.count(kind)) for kind in range(n_kinds)) if n_kinds > 1 else ()
