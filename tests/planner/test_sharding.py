@@ -16,7 +16,7 @@ from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.plan import plan_training, training_memory
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import held, rank_state_bytes, stage_held, stages
+from twostroke.planner.training.sharding import held, rank_state_bytes, stage_held, stages, stages_of
 from twostroke.planner.work.params import count_parameters
 
 STATE = ("weights", "gradients", "optimizer")
@@ -117,6 +117,27 @@ def test_every_pipeline_stage_together_holds_the_model_and_a_second_tied_head() 
         first, last = (held(spec, "full", 16, (), 2.0, 1, 1, stage) for stage in stages(6, 2, 1))
         extra = 4096 * 256 if tied else 0
         assert first.trained + last.trained == pytest.approx(count_parameters(spec).total + extra)
+
+
+@pytest.mark.parametrize(("pipeline", "interleave", "layers"), [(2, 1, (2, 3)), (3, 1, (1, 2, 2)), (4, 1, (0, 2, 1))])
+def test_our_stages_hold_the_layers_that_are_there(pipeline: int, interleave: int, layers: tuple[int, ...]) -> None:
+    """Of seven layers the first two have no experts. Of four stages two in the middle are alike, and one stands for both."""
+    spec = small_llama(n_layers=7, tied_embeddings=False, moe=MoeSpec(8, 2, 352, layers=(2, 3, 4, 5, 6)))
+    shape, layout = TrainingShape(gradient_sums=1, grad_accumulation=12), Layout(pipeline=pipeline, interleave=interleave)
+    parts = [stage_held(spec, shape, layout, stage) for stage in stages_of(spec, shape, layout)]
+    assert [part.trained_experts for part in parts] == [n * 8 * 3 * 352 * 256 for n in layers]
+    if len(parts) == pipeline:
+        assert sum(part.trained + part.trained_experts for part in parts) == count_parameters(spec).total
+
+
+def test_the_fullest_of_our_stages_is_planned() -> None:
+    """Two of four layers have experts: spread evenly each stage would hold those of one, and the last holds both."""
+    spec = small_llama(n_layers=4, moe=MoeSpec(8, 2, 352, layers=(2, 3)))
+    a_layer_more = 8 * 3 * 352 * 256 + 8 * 256 - 3 * 704 * 256  # experts and their router, instead of an MLP
+    ours, others = (
+        training_memory(spec, TrainingShape(gradient_sums=n), ideal_machine(), Layout(pipeline=2))["optimizer"] for n in (1, 0)
+    )
+    assert ours - others == pytest.approx(8 * a_layer_more)
 
 
 def test_key_value_heads_are_held_by_several_devices_where_there_are_fewer() -> None:

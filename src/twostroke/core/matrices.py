@@ -363,14 +363,26 @@ def _layer_kind(spec: ModelSpec, window: int | None, sparse: bool) -> LayerKind:
 @lru_cache(maxsize=256)
 def layer_kinds(spec: ModelSpec) -> tuple[tuple[LayerKind, int], ...]:
     """(kind, how many layers are of it), in order of first appearance; a uniform model has one entry."""
-    experts = range(spec.n_layers) if spec.moe is None or spec.moe.layers is None else frozenset(spec.moe.layers)
-    told_apart = Counter((spec.window_of_layer(i), spec.moe is not None and i in experts) for i in range(spec.n_layers))
+    told_apart = Counter(_told_apart(spec))
     if len(told_apart) == 1:
         return ((_layer_kind(spec, *next(iter(told_apart))), spec.n_layers),)
     return tuple(
         (_layer_kind(spec, window, sparse), letter(f"L_{i}", count))
         for i, ((window, sparse), count) in enumerate(told_apart.items(), 1)
     )
+
+
+def layers_by_kind(spec: ModelSpec) -> tuple[int, ...]:
+    """Of each layer its place in ``layer_kinds``."""
+    told_apart = _told_apart(spec)
+    places = {kind: place for place, kind in enumerate(dict.fromkeys(told_apart))}
+    return tuple(places[kind] for kind in told_apart)
+
+
+def _told_apart(spec: ModelSpec) -> list[tuple[int | None, bool]]:
+    """(window, whether it has experts) of each layer."""
+    experts = range(spec.n_layers) if spec.moe is None or spec.moe.layers is None else frozenset(spec.moe.layers)
+    return [(spec.window_of_layer(i), spec.moe is not None and i in experts) for i in range(spec.n_layers)]
 
 
 def head_matrix(spec: ModelSpec) -> Matrix:

@@ -48,6 +48,16 @@ def computed_type(dtype: str, multiplies: bool) -> str:
     return "fp32" if dtype == "bf16" and not multiplies else dtype
 
 
+def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
+    """The layers of ``chunk``. What ``n_chunks`` do not divide goes to the first ones, because the last has the head."""
+    each, more = divmod(n_layers, n_chunks)
+    first = chunk * each + min(chunk, more)
+    return range(first, first + each + (chunk < more))
+
+
+BUCKET_BYTES = 16 * 2**20
+"""Gradients that ranks exchange at once: tensors follow one another until they are as many bytes."""
+
 OFFLOAD_BLOCK = 2**21
 """Parameters that are updated at once when the optimizer's state is on disk: 16 MiB of AdamW's moments, of which a block is
 updated while the one before is written and the next is read. A multiple of the pieces that updates are rounded in."""

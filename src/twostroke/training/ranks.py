@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.parallel_recipe import ParallelRecipe
+from twostroke.core.policy import BUCKET_BYTES
 from twostroke.training.progress import Phase, Progress
 from twostroke.training.tree_sums import tree_sum
 
@@ -29,9 +30,6 @@ LONGEST_WORK = timedelta(days=1)
 
 SENT: Counter[str] = Counter()
 """Bytes of gradients, weights and activations that this process sent to other ranks, by the kind of parallelism."""
-
-BUCKET_BYTES = 16 * 2**20
-"""Gradients that replicas exchange at once."""
 
 AXES = ("replica", "shard", "expert", "pipeline", "context", "tensor")
 """What ranks are numbered by, the last one fastest: ranks of a replica are neighbours, and so are those of a tensor."""
@@ -348,11 +346,15 @@ class Ranks:
         if n == 1:
             return
         group = self.group(*axes)
-        for bucket in buckets(tensors):
+
+        def sum_up(bucket: Sequence[Tensor]) -> None:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
             SENT[_kind(axes)] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
             _split(flat, bucket)
+
+        for bucket in buckets(tensors):
+            sum_up(bucket)
 
     def over_replicas(self, own: Tensor) -> Tensor:
         """(replicas, n): ``own`` of each replica, of equal length."""
@@ -385,11 +387,23 @@ def exchanged(sent: Tensor, group: Any, kind: str) -> list[Tensor]:
     return list(received.view(n, -1))
 
 
+def gather_into(found: Tensor, own: Tensor, group: Any, async_op: bool = False) -> Any:
+    """Fill ``found`` with ``own`` of each rank of ``group``; what torch's all-gather returns.
+
+    gloo's all-gather copies what comes in each of its two threads, whose heaps nothing else uses: 60 MB that stay for messages
+    of 20 MB. Its exchange writes where it belongs, in the same time (7 MB 5.5 ms instead of 7.5, 20 MB 14.4 instead of 12.3).
+    """
+    if own.device.type != "cpu":
+        return all_gather(found, own, group=group, async_op=async_op)
+    sent = own.flatten().repeat(dist.get_world_size(group))
+    return dist.all_to_all_single(found, sent, group=group, async_op=async_op)
+
+
 def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
     """(ranks, n): ``own`` of each rank of ``group``, of equal length, counted as ``kind`` if that is given."""
     n = dist.get_world_size(group)
     found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
-    all_gather(found, own.contiguous(), group=group)
+    gather_into(found, own.contiguous(), group)
     if kind is not None:
         SENT[kind] += (n - 1) * own.numel() * own.element_size()
     return found.view(n, -1)
@@ -405,13 +419,20 @@ def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.
     the tree's order, those of ``n_replicas``, by which ranks are numbered first, before others, and all get it."""
     n = dist.get_world_size(group)
     order = [rank for first in range(n // n_replicas) for rank in range(first, n, n // n_replicas)]
+
+    def sum_up(bucket: Sequence[Tensor]) -> None:
+        # Plans count what is held here at once (``planner.training.exchanging``): message and answer, then a piece and its sum,
+        # sent to all and come from all.
+        dtype, n_elements = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)
+        own = -(-n_elements // n)
+        filled = [*(tensor.reshape(-1) for tensor in bucket), bucket[0].new_zeros(own * n - n_elements)]
+        pieces = exchanged(torch.cat([part.to(wire or dtype) for part in filled]), group, kind)
+        mine = tree_sum([pieces[rank] for rank in order]).to(dtype, copy=True)  # of fp32 a piece of what has come
+        pieces.clear()
+        _split(gathered(mine, group, kind).view(-1)[:n_elements], bucket)
+
     for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        own = -(-flat.numel() // n)
-        sent = torch.nn.functional.pad(flat.to(wire or flat.dtype), (0, own * n - flat.numel()))
-        pieces = exchanged(sent, group, kind)
-        mine = tree_sum([pieces[rank] for rank in order]).to(flat.dtype)
-        _split(gathered(mine, group, kind).view(-1)[: flat.numel()], bucket)
+        sum_up(bucket)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from twostroke.core.errors import ConfigError
+from twostroke.core.policy import layers_of
 from twostroke.core.spec import ModelSpec
 from twostroke.model.decoder import Decoder
 from twostroke.model.experts import ExpertsMlp
@@ -23,13 +24,6 @@ def check_pipeline(spec: ModelSpec, n: int, interleave: int = 1) -> None:
         chunks = f"parallel.pipeline={n}" + (f" · interleave={interleave}" if interleave > 1 else "")
         what = "chunk" if interleave > 1 else "stage"
         raise ConfigError(f"{chunks} must not exceed n_layers={spec.n_layers}. Each {what} has a layer at least.")
-
-
-def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
-    """The layers of ``chunk``. What ``n_chunks`` do not divide goes to the first ones, because the last has the head."""
-    each, more = divmod(n_layers, n_chunks)
-    first = chunk * each + min(chunk, more)
-    return range(first, first + each + (chunk < more))
 
 
 def own_chunks(ranks: Ranks) -> range:

@@ -121,6 +121,8 @@ LAYOUTS = [
         {"grad_accumulation": 8, "steps": 100},
         {"checkpointing": "full", "optimizer": "muon", "average": True},
         {"method": "lora", "lora_rank": 4},
+        {"gradient_sums": 2, "exact": True, "grad_accumulation": 4},
+        {"gradient_sums": 1, "dtype": "fp32", "sequence_length": 32, "batch_size": 1},
     ],
     ids=str,
 )

@@ -341,11 +341,12 @@ MEMORY_ROWS = (
     ("compiled products", "expert_products", None, None),
     ("copy for checkpoints", "snapshot", None, None),
     ("gathered for a layer", "gathered", None, None),
+    ("exchange of gradients", "exchange", None, None),
     ("dequantised", "dequantised", None, None),
     ("process at rest", "process", "process", None),
 )
 
-WHERE_NEEDED = ("recomputed", "loss", "workspace", "expert_products", "snapshot", "gathered", "dequantised")
+WHERE_NEEDED = ("recomputed", "loss", "workspace", "expert_products", "snapshot", "gathered", "exchange", "dequantised")
 """Terms of training that have a row only where they take memory."""
 
 

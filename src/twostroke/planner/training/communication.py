@@ -88,12 +88,12 @@ def within_micro_batch(
     """
     w, n_micro = letter("w", bytes_of(shape.compute_dtype)), shape.grad_accumulation
     hidden = w * shape.tokens_per_pass * spec.d_model
-    share = stage.n_layers / spec.n_layers
+    here = list(zip(layer_kinds(spec), stage.counts(spec), strict=True))
     passes = 3 if shape.checkpointing == "full" else 2
     found = []
     if layout.tensor > 1:
         by_experts = layout.expert > 1 and layout.expert >= layout.tensor
-        per_pass = share * sum(count * _tensor_pairs(kind, by_experts) for kind, count in layer_kinds(spec))
+        per_pass = sum(n * _tensor_pairs(kind, by_experts) for (kind, _), n in here)
         what = "reduce-scatter and all-gather" if layout.sequence_parallel else "all-reduce"
         link = group_link(layout, hardware, layout.tensor)
         once_s = network.ring_all_reduce_s(hidden, layout.tensor, link)
@@ -104,9 +104,9 @@ def within_micro_batch(
         if layout.sequence_parallel:
             found.append(_sum_of_whole(spec, shape, layout, stage, link))
     if layout.context > 1:
-        found.append(_ring_attention(spec, shape, hardware, layout, share, passes))
+        found.append(_ring_attention(spec, shape, hardware, layout, stage, passes))
     if layout.expert > 1 and spec.moe is not None:
-        moe_layers = share * sum(count for kind, count in layer_kinds(spec) if kind.mlp == "moe")
+        moe_layers = sum(n for (kind, _), n in here if kind.mlp == "moe")
         routed = hidden * spec.moe.top_k / layout.sequence_cut
         link, bursts = group_link(layout, hardware, layout.expert), n_micro * passes * 2 * moe_layers
         once_s = all_to_all_s(routed, spec.moe.top_k, layout, hardware)
@@ -175,7 +175,7 @@ def all_to_all_s(n_bytes: float, top_k: int, layout: Layout, hardware: Hardware)
 
 
 def _ring_attention(
-    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, share: float, passes: int
+    spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage, passes: int
 ) -> Traffic:
     """Keys and values that go round the ranks of a sequence, (c−1)/c·w·(k and v of all its tokens) a layer forward and, with
     their gradients, twice that backward (Liu et al., arXiv 2310.01889), behind the attention of what is there."""
@@ -183,12 +183,12 @@ def _ring_attention(
     shape = replace(shape, dtype=shape.compute_dtype)
     link = group_link(layout, hardware, c, layout.tensor)
     sent = seconds = exposed = bursts = message = 0.0
-    for kind, count in layer_kinds(spec):
+    for (kind, _), here in zip(layer_kinds(spec), stage.counts(spec), strict=True):
         message = (
             bytes_of(shape.compute_dtype) * shape.tokens_per_pass * kind.n_kv_heads * (kind.qk_dim + kind.v_dim) / layout.tensor
         )
         for backward, times in ((False, passes - 1), (True, 1)):
-            n = n_micro * share * count * times
+            n = n_micro * here * times
             ring_s = (2 if backward else 1) * (c - 1) * network.send_s(message, link)
             attends_s = attention_work(spec, shape, hardware, kind, layout.tensor, backward).seconds
             seconds, exposed = seconds + n * ring_s, exposed + n * largest(0.0, ring_s - attends_s)

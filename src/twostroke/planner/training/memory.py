@@ -69,14 +69,14 @@ def gradient_bytes_per_parameter(dtype: str, alone: bool, n_micro_batches: int, 
     """Bytes of gradient that a trained parameter takes.
 
     Our engine, ``alone`` on its device, keeps backward's gradient and an fp32 one that the optimizer reads: 2 + 4. Its ranks
-    keep backward's and ``n_sums`` in fp32, in the first of which the optimizer reads the sum. Another trainer's job over
-    several devices keeps 2, as in the 16·N of ZeRO (arXiv 1910.02054), or 4 if it sums several micro-batches in fp32, as
-    Megatron-LM does.
+    keep ``n_sums`` in fp32, in the first of which the optimizer reads the sum; what backward leaves beside them comes as
+    activations go (``exchanging``). Another trainer's job over several devices keeps 2, as in the 16·N of ZeRO (arXiv
+    1910.02054), or 4 if it sums several micro-batches in fp32, as Megatron-LM does.
     """
     precision = PRECISIONS[dtype]
     if n_sums:
         read_in_16_bits = 0 if precision.master or precision.gradient == FP32 else precision.gradient
-        return precision.gradient + read_in_16_bits + FP32 * letter("n_sums", n_sums)
+        return read_in_16_bits + FP32 * letter("n_sums", n_sums)
     if not precision.master:
         return precision.gradient
     if alone:

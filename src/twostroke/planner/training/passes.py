@@ -32,7 +32,7 @@ from twostroke.planner.training.memory import (
     state_bytes,
 )
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, rank_layers, stage_held, stages
+from twostroke.planner.training.sharding import RankLayer, RankProduct, head_on_rank, rank_layers, stage_held, stages_of
 from twostroke.planner.work.component import Work
 from twostroke.planner.work.flops import elementwise_elements, mean_keys
 
@@ -317,7 +317,7 @@ def optimizer_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, la
     """One update of what a rank updates: bytes over ``adamw_bytes_per_s`` (measured) or the bandwidth, and for Muon the
     Newton–Schulz products, shared out over all devices. About 12 FLOP a parameter for AdamW. ZeRO divides the update by the
     data-parallel ranks."""
-    part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+    part = stage_held(spec, shape, layout, stages_of(spec, shape, layout)[-1])
     ranks = layout.shared_by(1)
     n_parameters = part.trained_of(ranks)
     n_matrix = part.matrices / ranks[0] + part.expert_matrices / ranks[1]

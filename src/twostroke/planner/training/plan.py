@@ -32,7 +32,7 @@ from twostroke.planner.training.sharding import (
     rank_shape,
     rank_state_bytes,
     stage_held,
-    stages,
+    stages_of,
     training_memory,
 )
 from twostroke.planner.training.stage_times import StageTime, rate_dtype, stage_time, update_work
@@ -60,6 +60,7 @@ class TrainingMemory:
     gradients: Annotated[float, "bytes"]
     optimizer: Annotated[float, "bytes", "of its state"]
     activations: Annotated[float, "bytes", "kept for backward"]
+    exchange: Annotated[float, "bytes", "of gradients that ranks have not added up yet, beyond activations", LeftOut]
     recomputed: Annotated[float, "bytes", "of the one layer being computed again, beyond what was kept of it", LeftOut]
     loss: Annotated[float, "bytes", "of logits and their gradients"]
     process: Annotated[float, "bytes", "resident at rest (CPU)"]
@@ -414,7 +415,7 @@ def plan_training(
         stored += letter("working", PRECISIONS[shape.dtype].working) * trained  # what all ranks compute with
     masters = max(
         rank_state_bytes(shape, layout, stage_held(spec, shape, layout, stage))["masters"]
-        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
+        for stage in stages_of(spec, shape, layout)
     )
     with within("forward"):
         forward = shown(time.forward, "a pass over a micro-batch on the slowest stage")

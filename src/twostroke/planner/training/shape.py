@@ -65,6 +65,7 @@ class TrainingShape:
     compress: Annotated[str, "how gradients are sent to other replicas: none, bf16, fp16, int8, int4 or powersgd"] = "none"
     compress_rank: Annotated[int, "rank of PowerSGD's factors"] = 4
     gradient_sums: Annotated[int, "fp32 sums of gradients that our ranks hold at once; 0: as other trainers do"] = 0
+    exact: Annotated[bool, "our ranks add gradients in one order, each a piece, and exchange what they send and get"] = False
     residuals: Annotated[bool, "what compression left out is kept in fp32 for the next update"] = False
     compress_weights: Annotated[
         str, "how ranks that share out masters send what an update changed of whole weights: none (the weights), int8 or int4"
@@ -134,8 +135,9 @@ class TrainingShape:
         return named("tokens_per_pass", tokens, "tokens", "of one replica, as asked for", "given")
 
     def tokens_at_once(self, device_kind: str, n_devices: int) -> int:
-        """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``core.policy.rows_at_once``)."""
-        if n_devices > 1:
+        """Tokens of one pass as our engine computes it, which on a CPU cuts a micro-batch (``core.policy.rows_at_once``) unless
+        its recipe has ``[parallel]``."""
+        if n_devices > 1 or self.gradient_sums:
             return self.tokens_per_pass
         fp32_gradients = self.dtype != "pure_bf16"
         rows = letter("rows", rows_at_once(device_kind, fp32_gradients, self.batch_size, self.sequence_length))
@@ -160,7 +162,10 @@ class TrainingShape:
         """As it is computed on ``hardware``: mixed bf16 in fp32 where calibration found no fast products of bf16."""
         multiplies = hardware.kind != "cpu" or hardware.basis != "measured" or "bf16" in hardware.peak_flop_per_s
         dtype = computed_type(self.dtype, multiplies)
-        return self if dtype == self.dtype else replace(self, dtype=dtype, saved_dtype=self.dtype)
+        if dtype == self.dtype:
+            return self
+        sent = "none" if self.exact else self.compress  # in one order gradients are sent as they are computed
+        return replace(self, dtype=dtype, saved_dtype=self.dtype, compress=sent)
 
     @classmethod
     def from_settings(cls, settings: Any, steps: int | None = None) -> TrainingShape:
@@ -195,7 +200,7 @@ class TrainingShape:
             shape = replace(shape, compress=shape.compute_dtype if in_order else p.compress, compress_rank=p.compress_rank)
             shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every, compress_weights=p.compress_weights)
             shape = replace(shape, outer_fragments=p.fragments, outer_overlap=p.outer_overlap)
-            shape = replace(shape, gradient_sums=sums_at_once(shape.grad_accumulation, p.exact))
+            shape = replace(shape, gradient_sums=sums_at_once(shape.grad_accumulation, p.exact), exact=p.exact)
         if not recipe.trains_adapters:
             return shape
         return replace(shape, method=recipe.method, lora_rank=recipe.lora.rank, lora_targets=recipe.lora.targets)

@@ -7,17 +7,24 @@ ZeRO with Adam and N ranks, Ψ parameters in mixed precision (Rajbhandari et al.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from twostroke.core.dtypes import bytes_of
-from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds
+from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds, layers_by_kind
 from twostroke.core.named import inputs, largest, letter, named, smallest
-from twostroke.core.policy import numbers_of_expert_rows
+from twostroke.core.policy import layers_of, numbers_of_expert_rows
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
+from twostroke.planner.training.exchanging import (
+    after_the_last_pass,
+    beside_sums_of_replicas,
+    beside_sums_of_shards,
+    bucket_elements,
+    reducing_bytes,
+)
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
     FP32,
@@ -128,12 +135,21 @@ def rank_layers(spec: ModelSpec, tensor: int, expert: int, targets: tuple[str, .
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its layers, and whether embedding and head are on it."""
+    """One pipeline stage: its layers, and whether embedding and head are on it. ``kinds`` are how many of its layers are of
+    each of the model's kinds, in their order; it has its share of each where that is empty."""
 
     index: int
     n_layers: float
     first: bool
     last: bool
+    kinds: tuple[float, ...] = ()
+
+    def counts(self, spec: ModelSpec) -> tuple[float, ...]:
+        """Its layers of each kind."""
+        if self.kinds:
+            return tuple(letter(f"here_{i}", n) for i, n in enumerate(self.kinds, 1))
+        share = self.n_layers / spec.n_layers
+        return tuple(share * count for _, count in layer_kinds(spec))
 
 
 @lru_cache(maxsize=4096)
@@ -153,6 +169,29 @@ def stages(n_layers: int, pipeline: int, interleave: int) -> tuple[Stage, ...]:
         Stage(pipeline - 1, _layers_here(each - at_last), False, True),
     )
     return ends if pipeline == 2 or not lacking else (ends[0], Stage(1, _layers_here(each), False, False), ends[1])
+
+
+def stages_of(spec: ModelSpec, shape: TrainingShape, layout: Layout) -> tuple[Stage, ...]:
+    """``stages`` of ``layout``; in a run of our trainer those that it makes, with the layers that are there (``layers_of``). Of
+    stages in the middle with the same layers the one that is nearest to the first has most micro-batches under way."""
+    if layout.pipeline == 1 or not shape.gradient_sums:
+        return stages(spec.n_layers, layout.pipeline, layout.interleave)
+    return _stages_made(spec, layout.pipeline, layout.interleave)
+
+
+@lru_cache(maxsize=4096)
+def _stages_made(spec: ModelSpec, pipeline: int, interleave: int) -> tuple[Stage, ...]:
+    n_chunks, n_kinds = int(pipeline * interleave), len(layer_kinds(spec))
+    kinds = layers_by_kind(spec)
+    found: dict[tuple[bool, bool, tuple[float, ...]], Stage] = {}
+    for index in range(int(pipeline)):
+        chunks = (layers_of(chunk, n_chunks, int(spec.n_layers)) for chunk in range(index, n_chunks, int(pipeline)))
+        here = [kinds[layer] for layers in chunks for layer in layers]
+        first, last = index == 0, index == pipeline - 1
+        counts = tuple(float(here.count(kind)) for kind in range(n_kinds)) if n_kinds > 1 else ()
+        stage = Stage(index, _layers_here(len(here)), first, last, counts)
+        found.setdefault((first, last, counts or (float(len(here)),)), stage)
+    return tuple(found.values())
 
 
 def _layers_here(n_layers: float) -> float:
@@ -193,9 +232,9 @@ def held(
     type (lora) or with its block matrices in NF4 (qlora)."""
     counts = count_parameters(spec)
     layers = rank_layers(spec, tensor, expert, targets)
-    share = stage.n_layers / spec.n_layers
-    dense = share * sum(layer.count * layer.dense for layer in layers)
-    experts = share * sum(layer.count * layer.experts for layer in layers)
+    here = stage.counts(spec)
+    dense = sum(n * layer.dense for n, layer in zip(here, layers, strict=True))
+    experts = sum(n * layer.experts for n, layer in zip(here, layers, strict=True))
     ends = 0.0
     if stage.first:
         ends += counts.embedding / tensor + counts.positions + counts.projections
@@ -205,7 +244,8 @@ def held(
 
     def of_blocks(count: Callable[[RankProduct], int], experts: bool) -> float:
         """``count`` of the products of the stage's blocks: those of experts or all others."""
-        return share * sum(layer.count * count(p) for layer in layers for p in layer.products if p.is_expert == experts)
+        each = ((n, p) for n, layer in zip(here, layers, strict=True) for p in layer.products)
+        return sum(n * count(p) for n, p in each if p.is_expert == experts)
 
     dense_matrices, expert_matrices = (of_blocks(lambda p: p.weights, experts) for experts in (False, True))
     most = max(layer.dense + layer.experts for layer in layers)
@@ -254,8 +294,8 @@ def whole_parameters(spec: ModelSpec, shape: TrainingShape, layout: Layout, stag
     Sinks, which are cut, and correction biases, which have no gradient, are counted with the norms: a few numbers a layer.
     """
     layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
-    whole = sum(layer.count * _whole_of(layer, shape.method == "full", shape.lora_rank) for layer in layers)
-    whole = stage.n_layers / spec.n_layers * whole
+    each = zip(stage.counts(spec), layers, strict=True)
+    whole = sum(n * _whole_of(layer, shape.method == "full", shape.lora_rank) for n, layer in each)
     if shape.method == "full":
         counts = count_parameters(spec)
         whole += counts.positions + counts.projections if stage.first else 0.0
@@ -291,11 +331,12 @@ def micro_batches_in_flight(layout: Layout, n_micro_batches: int, stage: Stage) 
 
 
 @lru_cache(maxsize=8192)
-def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy) -> tuple[float, float]:
-    """(bytes a token keeps in an average layer, in the layer that keeps most when nothing is recomputed)."""
-    average = sum(count * kept_by_layer(spec, kind, policy) for kind, count in layer_kinds(spec))
+def _kept_per_token(spec: ModelSpec, policy: ActivationPolicy, stage: Stage) -> tuple[float, float]:
+    """(bytes a token keeps in the layers of ``stage``, in the layer that keeps most when nothing is recomputed)."""
+    kinds = [kind for kind, _ in layer_kinds(spec)]
+    here = sum(n * kept_by_layer(spec, kind, policy) for n, kind in zip(stage.counts(spec), kinds, strict=True))
     whole = replace(policy, checkpointing="none")
-    return average / spec.n_layers, max(kept_by_layer(spec, kind, whole) for kind, _ in layer_kinds(spec))
+    return here, max(kept_by_layer(spec, kind, whole) for kind in kinds)
 
 
 @lru_cache(maxsize=4096)
@@ -338,10 +379,7 @@ def training_memory(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, l
     if shape.targets:
         check_targets(spec, shape.targets)
     shape = rank_shape(shape, layout)
-    counted = [
-        _stage_terms(spec, shape, hardware, layout, stage)
-        for stage in stages(spec.n_layers, layout.pipeline, layout.interleave)
-    ]
+    counted = [_stage_terms(spec, shape, hardware, layout, stage) for stage in stages_of(spec, shape, layout)]
     found = [terms | {"process": process_bytes(shape, hardware, sum(terms.values()))} for terms in counted]
     return max(found, key=lambda terms: sum(terms.values()))
 
@@ -351,9 +389,15 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     precision = inputs(PRECISIONS[shape.dtype])
     weight_ranks, gradient_ranks, state_ranks = (layout.shared_by(zero) for zero in (3, 2, 1))
     alone, n_sums = layout.n_devices == 1, shape.gradient_sums
-    left_in = "fp32" if n_sums and layout.zero >= 2 else shape.dtype  # a rank's rows of a pass's sum are in fp32
+    in_fp32 = n_sums and layout.zero >= 2  # FSDP2's masters and a rank's rows of a pass's sum
+    left_in = "fp32" if in_fp32 else shape.dtype
     gradient = letter("gradient", gradient_bytes_per_parameter(left_in, alone, shape.grad_accumulation, n_sums))
-    masters = precision.master * part.trained_of(state_ranks)
+    left = letter("left", PRECISIONS[left_in].gradient) * part.trained_of(gradient_ranks) if n_sums else 0.0
+    if n_sums:
+        source = "gradients that a backward pass of our ranks leaves beside their sums"
+        left = named("left_bytes", left, "bytes", source, section="rank")
+    gathered_apart = in_fp32 and layout.zero == 2 and not precision.master  # from rows that stay beside what is gathered
+    masters = (letter("rows_held", FP32) if gathered_apart else precision.master) * part.trained_of(state_ranks)
     working = precision.working * part.trained_of(weight_ranks)
     frozen = part.frozen_bytes / weight_ranks[0] + part.frozen_expert_bytes / weight_ranks[1]
     optimizer = state_bytes(part.trained, part.matrices, shape.optimizer, precision.state) / state_ranks[0]
@@ -378,6 +422,7 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
         "weights": _term("weights", working + frozen + masters),
         "masters": masters,
         "gradients": _term("gradients", gradients),
+        "left": left,
         "optimizer": _term("optimizer", optimizer),
     }
 
@@ -387,6 +432,7 @@ _TERMS = {
     "gradients": "what backward leaves and, alone on a device, the fp32 sum that the optimizer reads",
     "optimizer": "moments as the optimizer keeps them; a running average of weights, outer weights, residuals of compression",
     "activations": "blocks; around them ids, final norm, hidden gradients, rotary tables, mask; the head's gradient",
+    "exchange": "beyond activations: gradients that are not added up yet, and buffers in which ranks exchange them",
     "recomputed": "the one layer that is being computed again, beyond what was kept of it",
     "loss": "logits with their gradient, the head's gradient; on a CPU beyond what backward takes after it",
     "workspace": "pieces of the heap that nothing fits into, and gradients inside a layer; fitted on CPUs",
@@ -418,7 +464,8 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
         there = tokens * offloaded_a_token(spec, shape, hardware, layout, stage)
         activations += there / (stage.n_layers or 1.0) - there  # backward has those of one layer in memory
     loss = loss_bytes(spec, tokens, shape.logits, policy) / layout.tensor if stage.last else 0.0
-    beside = letter("beside", backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
+    ours = shape.gradient_sums > 0  # what backward leaves is in ``exchange``
+    beside = letter("beside", 0.0 if ours else backward_gradient_bytes(shape.dtype)) * (part.trained + part.trained_experts)
     activations, recomputed = _term("activations", activations), _term("recomputed", recomputed)
     n_layers = stage.n_layers or 1.0  # the embedding or the head alone: backward differentiates it as it would one layer
     differentiated = letter("share", backward_share(shape)) * (activations + recomputed) / n_layers
@@ -430,6 +477,11 @@ def _stage_terms(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layo
         "loss": _term("loss", loss_at_peak_bytes(loss, beside, differentiated, hardware)),
         "workspace": _term("workspace", workspace_bytes(activations + recomputed, differentiated, hardware)),
     }
+    if ours:
+        most = activations + recomputed + terms["loss"]
+        taken = differentiated if hardware.accelerator is None else 0.0
+        beside = exchange_bytes(spec, shape, layout, stage, part, state["left"], most, taken, hardware)
+        terms["exchange"] = _term("exchange", beside)
     if recomputed:
         terms["recomputed"] = recomputed
     compiled = expert_products_bytes(spec, shape, tokens, hardware)
@@ -468,7 +520,8 @@ def gathered_bytes(
     if layout.zero == 3:
         precision = PRECISIONS[shape.dtype]
         reduced = FP32 if precision.master and on_accelerator else 0.0
-        gathered = 2 * part.layer_bytes + (precision.gradient + reduced) * part.layer
+        gathered = 2 * part.layer_bytes
+        gathered += 0.0 if shape.gradient_sums else (precision.gradient + reduced) * part.layer  # ours: ``exchange``
         gathered += 0.0 if on_accelerator else part.embedding_bytes
     if on_accelerator and layout.sequence_cut > 1:
         gathered += TENSOR_PARALLEL_COPIES * w * tokens * spec.d_model
@@ -483,7 +536,7 @@ def _at_peak(
     reuses what one moment leaves for the next. Gradients stay if several micro-batches or replicas add to them, or if the
     optimizer reads an fp32 sum. Activations that wait in the host's memory are all there during the loss.
     """
-    layer = sum(terms.get(name, 0.0) for name in ("recomputed", "gathered", "dequantised"))
+    layer = sum(terms.get(name, 0.0) for name in ("exchange", "recomputed", "gathered", "dequantised"))
     layer += terms["activations"] if shape.offload_activations == "cpu" else 0.0
     head = part.head_bytes if layout.zero == 3 and stage.last else 0.0
     head += whole_rows if stage.last else 0.0
@@ -494,11 +547,53 @@ def _at_peak(
     return terms | {"loss": loss, "gradients": _term("gradients", gradients)}
 
 
+def exchange_bytes(
+    spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, part: Held, left: float, activations: float,
+    differentiated: float, hardware: Hardware,
+) -> float:  # fmt: skip
+    """What a rank of ours holds of gradients beside their sums at the peak, beyond ``activations`` and what the layer takes
+    that is ``differentiated`` (``exchanging``). ``left`` is what a pass leaves."""
+    of_a_layer = activations / (stage.n_layers or 1.0)
+    precision, ranks = PRECISIONS[shape.dtype], layout.shared_by(2)[0]
+    # What a tree of sums held until they were one is there for the buffers.
+    sums = letter("n_sums", shape.gradient_sums) - 1
+    free = FP32 * sums * part.trained_of(layout.shared_by(2)) if shape.gradient_sums > 1 else 0.0
+    apart = layout.copies if layout.zero >= 2 else layout.replicas
+    buffers = 0.0
+    if apart > 1 and not shape.outer_every:
+        bucket = bucket_elements(size / ranks for size in trained_tensors(spec, shape, layout, stage))
+        buffers = largest(after_the_last_pass(shape, bucket, apart) - free, 0.0)
+    if layout.zero < 2:
+        return beside_sums_of_replicas(left, activations, of_a_layer, differentiated, buffers)
+    outside = part.outside if shape.method == "full" else 0.0
+    of_blocks = left - FP32 / ranks * outside
+    reducing = reducing_bytes(shape, ranks, hardware.accelerator is not None)
+    beside = beside_sums_of_shards(
+        precision.gradient, of_blocks, part.layer, outside, ranks, reducing, activations, of_a_layer, differentiated
+    )
+    return largest(beside, buffers - (activations + differentiated))
+
+
+def trained_tensors(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Iterator[float]:
+    """Elements of a stage's trained parameters, in the order in which their gradients are exchanged."""
+    counts, full = count_parameters(spec), shape.method == "full"
+    if full and stage.first:
+        yield counts.embedding / layout.tensor
+    layers = rank_layers(spec, layout.tensor, layout.expert, shape.targets)
+    for n, layer in zip(stage.counts(spec), layers, strict=True):
+        for _ in range(round(n)):
+            yield from (p.elements if full else p.adapters(shape.lora_rank) for p in layer.products)
+            yield layer.kind.norm_parameters + layer.kind.other_parameters if full else 0.0
+    if full and stage.last:
+        yield counts.final_norm
+        yield counts.head / layout.tensor
+
+
 def offloaded_a_token(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout: Layout, stage: Stage) -> float:
     """Bytes of a token's activations on a stage that wait in the host's memory, or on its disk, where the final norm's are
     too."""
     policy = activation_policy(spec, shape, hardware, layout)
-    kept = stage.n_layers * _kept_per_token(spec, policy)[0]
+    kept = _kept_per_token(spec, policy, stage)[0]
     if shape.offload_activations == "disk" and stage.last:
         kept += read_out_bytes(spec, policy) - policy.w * spec.d_model  # without the gradient that the loss computes ahead
     return kept
@@ -508,8 +603,9 @@ def _stage_activations(
     spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage, policy: ActivationPolicy, tokens: float
 ) -> tuple[float, float]:
     """(bytes kept for backward, bytes of the one layer that is being computed again beyond what was kept of it)."""
-    layer, most = _kept_per_token(spec, policy)
-    kept = tokens * stage.n_layers * layer * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    here, most = _kept_per_token(spec, policy, stage)
+    kept = tokens * here * micro_batches_in_flight(layout, shape.grad_accumulation, stage)
+    layer = here / (stage.n_layers or 1.0)
     recomputed = 0.0 if shape.checkpointing == "none" else tokens * max(most - (layer if policy.selective else 0), 0.0)
     if stage.first:
         kept -= tokens * not_kept_at_the_bottom(spec, layer_kinds(spec)[0][0], policy)
@@ -517,7 +613,7 @@ def _stage_activations(
         around = around_blocks_bytes(spec, policy)
         if shape.exit_losses:
             around += letter("exits", shape.exit_losses) * read_out_bytes(spec, policy)
-        if layout.n_devices > 1:
+        if layout.n_devices > 1 and policy.attends_on == "gpu":
             around -= policy.w * shape.sequence_length  # packed documents are told by their boundaries, not by a mask
         kept += tokens * around / layout.sequence_cut
         if shape.method == "full" and shape.logits == "chunked":

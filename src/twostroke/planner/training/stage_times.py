@@ -32,7 +32,7 @@ from twostroke.planner.training.sharding import (
     rank_shape,
     recomputation_of,
     stage_held,
-    stages,
+    stages_of,
 )
 from twostroke.planner.work.component import Work, merge, total_seconds
 from twostroke.planner.work.params import count_parameters
@@ -128,7 +128,7 @@ def update_work(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layou
     """The optimizer's update, held to the anchors. What Muon adds to one, and what rounds to bf16, was not part of them."""
     work = optimizer_work(spec, shape, hardware, layout).stretched(learned_factor(hardware, "update"))
     work = work.stretched(layout.sharing * _slowdown(shape, hardware))
-    part = stage_held(spec, shape, layout, stages(spec.n_layers, layout.pipeline, layout.interleave)[-1])
+    part = stage_held(spec, shape, layout, stages_of(spec, shape, layout)[-1])
     updated = part.trained_of(layout.shared_by(1))
     if shape.offload_optimizer == "cpu":
         return replace(work, seconds=update_s(shape, updated))
@@ -173,6 +173,10 @@ class Passes:
     loss: Mapping[str, tuple[Work, ...]]
     setup: Mapping[str, tuple[Work, ...]]
     n_layers: int
+
+    def layers_s(self, direction: str) -> list[float]:
+        """Seconds of a layer of each kind."""
+        return [total_seconds(works) for works, _ in self.layers[direction]]
 
     def layer_s(self, direction: str) -> float:
         """Seconds of an average layer."""
@@ -222,24 +226,27 @@ def stage_time(spec: ModelSpec, shape: TrainingShape, hardware: Hardware, layout
     passes = passes_of(spec, shape, hardware, layout).held_to(anchor_ratios(spec, shape, hardware))
     passes = passes.held_to(learned_ratios(hardware)).held_to(contended_ratios(shape, hardware))
     passes = passes.held_to(alike(layout.sharing))  # a rank has that part of the cores and of the bandwidth
-    whole = stages(spec.n_layers, layout.pipeline, layout.interleave)
-    layer_s = passes.layer_s("forward") + passes.layer_s("backward")
+    whole = stages_of(spec, shape, layout)
+    layer_s = [sum(seconds) for seconds in zip(passes.layers_s("forward"), passes.layers_s("backward"), strict=True)]
     loss_s = sum(total_seconds(works) for works in passes.loss.values())
     setup_s = sum(total_seconds(works) for works in passes.setup.values())
 
+    def layers_s(stage: Stage) -> float:
+        return sum(n * each_s for n, each_s in zip(stage.counts(spec), layer_s, strict=True))
+
     def seconds(stage: Stage) -> float:
-        return stage.n_layers * layer_s + stage.last * loss_s + stage.first * setup_s
+        return layers_s(stage) + stage.last * loss_s + stage.first * setup_s
 
     slowest = max(whole, key=seconds)
-    share = slowest.n_layers / spec.n_layers
+    here = slowest.counts(spec)
     forward, backward = (
         merge(
             [
-                *(work.times(count * share) for works, count in passes.layers[direction] for work in works),
+                *(work.times(n) for n, (works, _) in zip(here, passes.layers[direction], strict=True) for work in works),
                 *(passes.loss[direction] if slowest.last else ()),
                 *(passes.setup[direction] if slowest.first else ()),
             ]
         )
         for direction in DIRECTIONS
     )
-    return StageTime(slowest, forward, backward, max(stage.n_layers for stage in whole) * layer_s)
+    return StageTime(slowest, forward, backward, max(map(layers_s, whole)))
