@@ -60,7 +60,7 @@ def test_a_held_out_chat_ends_where_the_answer_begins(shared: Path) -> None:
 def test_what_is_written_is_read_again_and_trained_on(shared: Path, tmp_path: Path) -> None:
     corpora.write(shared, tmp_path)
     assert corpora.held_out(tmp_path, "chats") == corpora.chats(shared / "instruction")[corpora.HELD_OUT]
-    data = corpora.recipe(tmp_path, tmp_path / "out", 3)["data"]
+    data = corpora.recipe(tmp_path, tmp_path / "out", 3, n_layers=4, d_model=256)["data"]
     assert all(Path(file).is_file() for file in (*data["sources"], *data["held_out"]))
     assert not set(data["sources"]) & set(data["held_out"])
 
@@ -79,6 +79,7 @@ def test_an_aim_is_reached_by_the_median(ratio: float, aim: float, met: bool) ->
     row = {"dtype": "bf16", "text": "code", "requests": 1, "drafts": "ngram", "aim": aim, "drafted": 0, "right": 0}
     row |= {f"{rate}{end}": 1.0 for rate in ("tok_per_s", "decode_tok_per_s") for end in ("", "_off", "_ratio")}
     row |= {"tok_per_s_ratio": ratio, "tok_per_s_ratios": [ratio], "steps": 1, "steps_off": 1}
-    text = run.summary({"machine": "2 × X", "rounds": 1, "steps": 3, "rows": [row]})
+    text = run.summary({"machine": "2 × X", "rounds": 1, "n_parameters": 4_200_000, "steps": 3, "rows": [row]})
     assert ("**missed**" in text) is not met
+    assert "4,200,000 parameters, trained for 3 steps" in text
     assert f"{int(met)} of 1 medians reach their aim." in text
