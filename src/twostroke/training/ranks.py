@@ -347,7 +347,7 @@ class Ranks:
             return
         group = self.group(*axes)
 
-        def sum_up(bucket: Sequence[Tensor]) -> None:
+        def sum_up(bucket: Sequence[Tensor]) -> None:  # a function, so that a bucket's buffers end with it
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
             SENT[_kind(axes)] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
@@ -420,7 +420,7 @@ def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.
     n = dist.get_world_size(group)
     order = [rank for first in range(n // n_replicas) for rank in range(first, n, n // n_replicas)]
 
-    def sum_up(bucket: Sequence[Tensor]) -> None:
+    def sum_up(bucket: Sequence[Tensor]) -> None:  # a function, so that a bucket's buffers end with it
         # Plans count what is held here at once (``planner.training.exchanging``): message and answer, then a piece and its sum,
         # sent to all and come from all.
         dtype, n_elements = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)

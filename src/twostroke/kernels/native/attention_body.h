@@ -225,17 +225,18 @@ TS_INLINE void store_weights(uint32_t* weights, int t, Sums rounded) {
 }
 #endif
 
-// Fetches the line that vector i of a tile begins; where it begins none, one before it has fetched its line.
+// Fetches the line that vector i of a tile begins; where it begins none, one before it has fetched its line. `ahead` of
+// the loops below are the tiles that are read next, or null.
 template <typename Format>
-TS_INLINE void fetch(Ahead tile, int64_t i) {
+TS_INLINE void fetch(const uint32_t* tile, int64_t i) {
     constexpr int64_t kEach = 64 / Format::kVectorBytes;
-    if (i % kEach == 0) __builtin_prefetch(tile + i * Format::kVectorBytes, 0, 2);
+    if (i % kEach == 0) __builtin_prefetch(reinterpret_cast<const char*>(tile) + i * Format::kVectorBytes, 0, 2);
 }
 
 // scores[row][key] of Rows rows and Tiles tiles of 16 keys.
 template <typename Format, int Rows, int Tiles>
 TS_INLINE void score_rows(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, float* scores,
-                          const Ahead* ahead) {
+                          const uint32_t* const* ahead) {
     Sums sums[Rows][Tiles];
     for (int r = 0; r < Rows; r++)
         for (int t = 0; t < Tiles; t++) sums[r][t] = no_sums();
@@ -252,7 +253,7 @@ TS_INLINE void score_rows(const uint32_t* q, int64_t q_words, const uint32_t* co
 
 template <typename Format, int Rows>
 void score_tiles(const uint32_t* q, int64_t q_words, const uint32_t* const* keys, int n_tiles, float* scores,
-                 const Ahead* ahead) {
+                 const uint32_t* const* ahead) {
     constexpr int kVectors = vectors_of(Rows);
     const auto from = [&](int t) TS_INLINED { return ahead == nullptr ? nullptr : ahead + t; };
     int t = 0;
@@ -269,7 +270,8 @@ struct Count {
 // sums[row][dimension] += weights · values, for Rows rows and Parts·16 dimensions from `first` on.
 template <typename Format, int Rows, int Parts>
 TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* const* values, int n_tiles,
-                                   int64_t head_dim, int64_t padded, int64_t first, float* sums, const Ahead* ahead) {
+                                   int64_t head_dim, int64_t padded, int64_t first, float* sums,
+                                   const uint32_t* const* ahead) {
     Sums s[Rows][Parts];
     for (int r = 0; r < Rows; r++)
         for (int p = 0; p < Parts; p++) s[r][p] = load_sums(sums + r * padded + first + p * kLanes);
@@ -288,7 +290,7 @@ TS_INLINE void weighted_value_rows(const uint32_t* weights, const uint32_t* cons
 
 template <typename Format, int Rows>
 void weighted_value_tiles(const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t head_dim,
-                          int64_t padded, float* sums, const Ahead* ahead) {
+                          int64_t padded, float* sums, const uint32_t* const* ahead) {
     constexpr int kVectors = vectors_of(Rows), kThree = kVectors > 2 ? 3 : 1, kTwo = kVectors > 1 ? 2 : 1;
     for (int64_t first = 0; first < padded; first += kVectors * kLanes) {
         const int64_t left = (padded - first) / kLanes;
@@ -317,7 +319,7 @@ TS_INLINE void by_rows(int n_rows, Args... args) {
 template <typename Format, int Rows>
 struct Score {
     TS_INLINE void run(int r, const uint32_t* q, int64_t words, const uint32_t* const* keys, int n_tiles, float* scores,
-                       const Ahead* ahead) {
+                       const uint32_t* const* ahead) {
         score_tiles<Format, Rows>(q + r * words * Format::kFactorWords, words, keys, n_tiles, scores + r * ts::kBlock,
                                   r == 0 ? ahead : nullptr);
     }
@@ -325,7 +327,7 @@ struct Score {
 template <typename Format, int Rows>
 struct WeightedValues {
     TS_INLINE void run(int r, const uint32_t* weights, const uint32_t* const* values, int n_tiles, int64_t D,
-                       int64_t padded, float* sums, const Ahead* ahead) {
+                       int64_t padded, float* sums, const uint32_t* const* ahead) {
         weighted_value_tiles<Format, Rows>(weights + r * ts::kBlock, values, n_tiles, D, padded, sums + r * padded,
                                            r == 0 ? ahead : nullptr);
     }
@@ -466,10 +468,10 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             const int64_t first_row = first_token * task.group;
             const int rows = static_cast<int>(last_token * task.group - first_row);
             const bool fetches = rows <= kFetchRows;
-            if (fetches) find_ahead(kv, head, task.pages, block + ts::kBlock, task.end_key, n_tiles, tiles);
+            if (fetches) find_next_keys(kv, head, task.pages, block + ts::kBlock, task.end_key, n_tiles, tiles);
             by_rows<Score, Format>(rows, (const uint32_t*)s.q + first_row * s.q_words * Format::kFactorWords, s.q_words,
                                    tiles.keys, n_tiles, s.scores + first_row * ts::kBlock,
-                                   fetches ? tiles.values_ahead : nullptr);
+                                   fetches ? tiles.values : nullptr);
             for (int64_t r = first_row; r < first_row + rows; r++) {
                 const int64_t last = task.first_position + r / task.group;
                 const int64_t least = task.window > 0 ? last - task.window + 1 : 0;
@@ -477,7 +479,7 @@ void attend_as(const ts::KvLayout& kv, const ts::KvHead& head, const ts::AttendT
             }
             by_rows<WeightedValues, Format>(rows, (const uint32_t*)s.weights + first_row * ts::kBlock, tiles.values,
                                             n_tiles, D, s.padded, s.sums + first_row * s.padded,
-                                            fetches ? tiles.keys_ahead : nullptr);
+                                            fetches ? tiles.next_keys : nullptr);
         }
         if (task.partial != nullptr) {
             float* out = task.partial + (i - first_span) * n_rows * (D + 2);

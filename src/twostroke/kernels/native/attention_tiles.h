@@ -98,15 +98,13 @@ void widen_value_tile(const uint8_t* codes, int64_t D, uint32_t* out) {
     }
 }
 
-using Ahead = const uint8_t*;  // a tile that is fetched before it is read
-
 // N tiles side by side: pointers into the cache where a tile's slots are together there, else copies; of a cache in
 // codes bf16 words, or as it is for loops that read codes (kOfCodes). Scales and middles are of a cache in codes.
 template <int N>
 struct Tiles {
     const uint32_t* keys[N];
     const uint32_t* values[N];
-    Ahead keys_ahead[N], values_ahead[N];
+    const uint32_t* next_keys[N];  // of the block behind
     float key_scales[N * ts::kTile], key_middles[N * ts::kTile], value_scales[N * ts::kTile];
 };
 
@@ -210,18 +208,18 @@ void find_tiles(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* p
     }
 }
 
-// Where the keys of the block at position `next` lie, and the values of the block before it. Of keys that are not
-// there, or not together, those before them stand in: nothing is read from there, only fetched.
+// Where the keys of the block at position `next` lie. Of keys that are not there, or not together, those before them
+// stand in: nothing is read from there, only fetched.
 template <int N>
-TS_INLINE void find_ahead(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t next,
-                          int64_t end, int n_tiles, Tiles<N>& tiles) {
+TS_INLINE void find_next_keys(const ts::KvLayout& kv, const ts::KvHead& head, const int64_t* pages, int64_t next,
+                              int64_t end, int n_tiles, Tiles<N>& tiles) {
     const bool together = kv.page_tokens % ts::kTile == 0;
     for (int t = 0; t < n_tiles; t++) {
         const int64_t position = next + t * ts::kTile;
-        tiles.values_ahead[t] = reinterpret_cast<Ahead>(tiles.values[t]);
-        tiles.keys_ahead[t] = reinterpret_cast<Ahead>(tiles.keys[t]);
+        tiles.next_keys[t] = tiles.keys[t];
         if (together && position < end)
-            tiles.keys_ahead[t] = head.keys + slot_of(kv, pages, position) / ts::kTile * kv.key_tile_bytes;
+            tiles.next_keys[t] = reinterpret_cast<const uint32_t*>(head.keys + slot_of(kv, pages, position) /
+                                                                                   ts::kTile * kv.key_tile_bytes);
     }
 }
 

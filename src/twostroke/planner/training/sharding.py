@@ -392,8 +392,9 @@ def rank_state_bytes(shape: TrainingShape, layout: Layout, part: Held) -> dict[s
     in_fp32 = n_sums and layout.zero >= 2  # FSDP2's masters and a rank's rows of a pass's sum
     left_in = "fp32" if in_fp32 else shape.dtype
     gradient = letter("gradient", gradient_bytes_per_parameter(left_in, alone, shape.grad_accumulation, n_sums))
-    left = letter("left", PRECISIONS[left_in].gradient) * part.trained_of(gradient_ranks) if n_sums else 0.0
+    left = 0.0
     if n_sums:
+        left = letter("left", PRECISIONS[left_in].gradient) * part.trained_of(gradient_ranks)
         source = "gradients that a backward pass of our ranks leaves beside their sums"
         left = named("left_bytes", left, "bytes", source, section="rank")
     gathered_apart = in_fp32 and layout.zero == 2 and not precision.master  # from rows that stay beside what is gathered
