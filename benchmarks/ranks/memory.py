@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "network"))
 
 import recorded
-from rank_processes import answers
+from started import asked, home_with, said
 
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict, spec_from_recipe
-from twostroke.data.prepare import prepare
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
@@ -93,10 +89,7 @@ def as_rank(folder: Path, name: str) -> None:
 
 def measured(home: Path, name: str) -> list[int]:
     """Peak memory of each rank, whose compiler begins with an empty cache, as a first run's does."""
-    with tempfile.TemporaryDirectory(dir=home.parent) as folder:
-        more = {"TWOSTROKE_HOME": str(home), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "cache")}
-        said = answers(name, [[sys.executable, __file__, "--as-rank", folder, name]] * RANKS, PORT, more)
-    return [int(answer.splitlines()[-1]) for answer in said]
+    return [int(answer) for answer in said(home, __file__, name, RANKS, PORT, threads=1, own_cache=True)]
 
 
 def error_of(row: dict[str, Any]) -> float:
@@ -119,6 +112,8 @@ def summary(results: dict[str, Any]) -> str:
     lines += ["", "| layout | median error | largest |", "|---|---|---|"]
     for layout in (*LAYOUTS, ""):
         errors = [error_of(row) for row in rows if layout in row["name"]]
+        if not errors:  # --only left it out
+            continue
         most = max(errors, key=abs)
         lines.append(f"| {layout or 'all'} | {statistics.median(map(abs, errors)):.1%} | {most:+.1%} |")
     return "\n".join(lines) + "\n"
@@ -126,24 +121,16 @@ def summary(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="Measure the cases whose name has this in it.")
-    arguments = parser.parse_args()
-    if arguments.as_rank:
-        as_rank(Path(arguments.as_rank[0]), arguments.as_rank[1])
-        return
-    if arguments.out is None:
-        parser.error("--out is missing")
+    arguments = asked(parser, as_rank)
+    chosen = [case for case in CASES if arguments.only in name_of(case)]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r} is in no case. One is: {name_of(CASES[0])}")
     conditions, hardware = recorded.conditions(), load_hardware("this", "train", "cpu")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder) / "home"
-        os.environ["TWOSTROKE_HOME"] = str(home)
-        prepare(recipe_of(Path(folder), CASES[0]).data)
-        for case in CASES:
-            if arguments.only not in (name := name_of(case)):
-                continue
+    with home_with(recipe_of(Path(), CASES[0]).data) as home:
+        for case in chosen:
+            name = name_of(case)
             rows.append({"name": name, "planned": planned(case, hardware), "peaks": measured(home, name)})
             print(json.dumps(rows[-1]), flush=True)
     dtype = TrainingShape.from_recipe(recipe_of(Path(), CASES[0])).on(hardware).dtype

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serving"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inference"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "network"))
 
 import recorded
-from rank_processes import answers
 from servers import machine, processor_line
+from started import asked, home_with, said
 
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
-from twostroke.data.prepare import prepare
 from twostroke.training.measurement import StepRecord
 from twostroke.training.ranks import joined
 from twostroke.training.start import train
@@ -87,12 +83,9 @@ def as_rank(folder: Path, way: str) -> None:
 
 def measured(home: Path, way: str) -> dict[str, float]:
     """Median seconds of a step after the warm-up, and the peak memory of the first rank."""
-    n = WAYS[way][0]
-    with tempfile.TemporaryDirectory(dir=home.parent) as name:
-        more = {"TWOSTROKE_HOME": str(home), "OMP_NUM_THREADS": str(2 // max(1, n))}
-        words = [sys.executable, __file__, "--as-rank", name, way]
-        said = answers(way, [words] * max(1, n), PORT, more)
-    seconds, peaks = zip(*json.loads(said[0].splitlines()[-1]), strict=True)
+    n = max(1, WAYS[way][0])
+    first, *_ = said(home, __file__, way, n, PORT, threads=2 // n)
+    seconds, peaks = zip(*json.loads(first), strict=True)
     return {"step_time_s": statistics.median(seconds[WARM_UP:]), "peak_memory_bytes": peaks[-1]}
 
 
@@ -118,21 +111,11 @@ def summary(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="How often each way is measured; every second round backwards.")
-    arguments = parser.parse_args()
-    if arguments.as_rank:
-        as_rank(Path(arguments.as_rank[0]), arguments.as_rank[1])
-        return
-    if arguments.out is None:
-        parser.error("--out is missing")
+    arguments = asked(parser, as_rank)
     conditions = recorded.conditions() | {"machine": machine()}
     rounds: list[dict[str, dict[str, float]]] = []
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name) / "home"
-        os.environ["TWOSTROKE_HOME"] = str(home)
-        prepare(recipe_of(Path(name), "one process").data)
+    with home_with(recipe_of(Path(), "one process").data) as home:
         for i in range(arguments.rounds):
             ways = list(WAYS) if i % 2 == 0 else list(WAYS)[::-1]
             rounds.append({way: measured(home, way) for way in ways})
