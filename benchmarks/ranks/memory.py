@@ -121,6 +121,7 @@ def summary(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="Measure the cases whose name has this in it.")
     arguments = asked(parser, as_rank)
     chosen = [case for case in CASES if arguments.only in name_of(case)]

@@ -111,6 +111,7 @@ def summary(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3, help="How often each way is measured; every second round backwards.")
     arguments = asked(parser, as_rank)
     conditions = recorded.conditions() | {"machine": machine()}

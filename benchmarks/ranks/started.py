@@ -19,9 +19,9 @@ from twostroke.data.prepare import prepare
 
 
 def asked(parser: argparse.ArgumentParser, as_rank: Callable[[Path, str], None]) -> argparse.Namespace:
-    """The arguments, ``out`` among them. A process that was started as a rank does ``as_rank(folder, name)`` and ends."""
+    """The arguments, of which ``out`` must be given. A process that was started as a rank does ``as_rank(folder, name)`` and
+    ends."""
     parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.as_rank:
         as_rank(Path(arguments.as_rank[0]), arguments.as_rank[1])
