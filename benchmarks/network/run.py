@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from twostroke.training.ranks import joined
 from twostroke.training.start import train
 
 RANKS = 2
+WINDOWS_MS = (5.0, 50.0)
+SAMPLES_S = 0.001
 WARM_UP = 2
 STEPS = 8
 NAMES = ("twostroke-rank-0", "twostroke-rank-1")
@@ -38,24 +44,31 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 DEVICE = "veth"
 PORT = 29517
 
+ALONE = "computing alone"
+"""Replicas that exchange nothing before the last step: what a step takes without traffic."""
+
 WAYS: dict[str, dict[str, Any]] = {
+    ALONE: {"exact": False, "outer_every": 1000},
     "fp32, exact": {},
     "fp32": {"exact": False},
     **{name: {"exact": False, "compress": name} for name in ("bf16", "int8", "int4", "powersgd")},
+    "ZeRO-3, exact": {"data": 1, "shard": RANKS},
+    "ZeRO-3": {"data": 1, "shard": RANKS, "exact": False},
+    "ZeRO-2, exact": {"data": 1, "shard": RANKS, "zero": 2},
     "DiLoCo, 8 steps": {"exact": False, "outer_every": STEPS},
     "streaming, 2 fragments": {"exact": False, "outer_every": STEPS, "fragments": 2},
     "streaming, int4": {"exact": False, "outer_every": STEPS, "fragments": 2, "compress": "int4"},
 }
 
 
-def recipe_of(folder: Path, parallel: dict[str, Any]) -> TrainRecipe:
-    """12.2M parameters: 6 × 384, vocabulary 4,096; two micro-batches a rank, so that sums are in fp32."""
+def recipe_of(folder: Path, parallel: dict[str, Any], tokens: int = 128) -> TrainRecipe:
+    """12.2M parameters: 6 × 384, vocabulary 4,096; two micro-batches of ``tokens`` a rank, so that sums are in fp32."""
     return recipe_from_dict(
         {
             "output": str(folder),
             "model": {"family": "llama", "n_layers": 6, "d_model": 384, "n_heads": 6, "d_ff": 1024},
             "data": {"sources": ["stdlib"], "vocab_size": 4096},
-            "train": {"steps": WARM_UP + STEPS, "batch_size": 1, "sequence_length": 128, "grad_accumulation": 2 * RANKS}
+            "train": {"steps": WARM_UP + STEPS, "batch_size": 1, "sequence_length": tokens, "grad_accumulation": 2 * RANKS}
             | {"compile": False, "dtype": "fp32"},
             "parallel": {"data": RANKS, "threads": 1} | parallel,
         }
@@ -108,16 +121,62 @@ def linked(mbit_per_s: float) -> Iterator[None]:
         _ip("ip", "netns", "del", NAMES[0])
 
 
-def measured(folder: Path, way: str, linked_by: str | None) -> list[dict[str, float]]:
-    """Of each step after the warm-up: bytes on the wire of the first rank (nan on loopback), counted bytes, and seconds."""
+class Sampler:
+    """Reads the first rank's sent bytes a thousand times a second, in a process of its own."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        words = ["ip", "netns", "exec", NAMES[0], sys.executable, __file__, "--sample", str(file)]
+        self._process = subprocess.Popen(words)
+
+    def samples(self) -> list[tuple[float, int]]:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        return [(at, sent) for at, sent in json.loads(self._file.read_text())]
+
+
+def sample(file: Path) -> None:
+    counter = os.open(f"/sys/class/net/{DEVICE}/statistics/tx_bytes", os.O_RDONLY)
+    found: list[tuple[float, int]] = []
+    ended: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+    while not ended:
+        found.append((time.monotonic(), int(os.pread(counter, 32, 0))))
+        time.sleep(SAMPLES_S)
+    file.write_text(json.dumps(found))
+
+
+def peak_to_mean(samples: Sequence[tuple[float, int]], began: float, ended: float, window_s: float) -> float:
+    """The most bytes in any window over those in a mean one, between two times."""
+    times = [at for at, _ in samples]
+
+    def sent_until(at: float) -> float:
+        after = min(max(bisect_right(times, at), 1), len(samples) - 1)
+        (t0, sent0), (t1, sent1) = samples[after - 1], samples[after]
+        return sent0 + (sent1 - sent0) * min(max((at - t0) / (t1 - t0), 0.0), 1.0)
+
+    edges = [at for at in times if began <= at <= ended - window_s]
+    most = max(sent_until(at + window_s) - sent_until(at) for at in edges)
+    return most / ((sent_until(ended) - sent_until(began)) / (ended - began) * window_s)
+
+
+def measured(folder: Path, way: str, linked_by: str | None, tokens: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Of each step after the warm-up: bytes on the wire of the first rank (nan on loopback), counted bytes, and seconds. By
+    window, how many times the mean the most in a window is."""
     recipe = folder / "way.json"
-    recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way]}))
+    recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way], "tokens": tokens}))
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home")}
     words = [sys.executable, __file__, "--as-rank", str(recipe)]
     commands = [[*(["ip", "netns", "exec", name] if linked_by else []), *words] for name in NAMES]
+    sampler = Sampler(folder / "samples.json") if linked_by else None
     said = answers(way, commands, PORT, more, ADDRESSES[0] if linked_by else "127.0.0.1")
     steps: list[dict[str, float]] = json.loads(said[0].splitlines()[-1])
-    return steps[WARM_UP:]
+    peaks: dict[str, float] = {}
+    if sampler is not None:
+        samples, began, ended = sampler.samples(), steps[WARM_UP - 1]["ended_at"], steps[-1]["ended_at"]
+        if way != ALONE:
+            peaks = {f"{ms:g}": peak_to_mean(samples, began, ended, ms / 1e3) for ms in WINDOWS_MS}
+    return steps[WARM_UP:], peaks
 
 
 def as_rank(file: Path) -> None:
@@ -130,11 +189,12 @@ def as_rank(file: Path) -> None:
     def after(record: StepRecord, eta_s: float) -> None:
         now = int(counter.read_text())
         wire = float("nan") if on_loopback else now - last[0]
-        steps.append({"wire_bytes": wire, "sent_bytes": record.sent_bytes, "step_time_s": record.step_time_s})
+        sent = {"wire_bytes": wire, "sent_bytes": record.sent_bytes}
+        steps.append(sent | {"step_time_s": record.step_time_s, "ended_at": time.monotonic()})
         last[0] = now
 
     with joined() as ranks:
-        train(recipe_of(Path(table["output"]), table["parallel"]), ranks=ranks, on_step=after)
+        train(recipe_of(Path(table["output"]), table["parallel"], table["tokens"]), ranks=ranks, on_step=after)
     print(json.dumps(steps))
 
 
@@ -145,31 +205,40 @@ def planned_bytes(recipe: TrainRecipe, spec: ModelSpec) -> float:
     return sum(traffic.sent_bytes for traffic in plan.traffic)
 
 
-def row_of(folder: Path, way: str, linked_by: str | None) -> dict[str, Any]:
-    steps = measured(folder, way, linked_by)
+def row_of(folder: Path, way: str, linked_by: str | None, tokens: int) -> dict[str, Any]:
+    steps, peaks = measured(folder, way, linked_by, tokens)
     run = folder / way.replace(" ", "-")
     spec = ModelSpec.from_dict(json.loads((run / "recipe.json").read_text())["resolved"]["spec"])
-    mean = {name: statistics.fmean(step[name] for step in steps) for name in steps[0]}
+    mean = {name: statistics.fmean(step[name] for step in steps) for name in ("wire_bytes", "sent_bytes", "step_time_s")}
     losses = [json.loads(line)["loss"] for line in (run / "log.jsonl").read_text().splitlines()]
-    return {"way": way, "planned_bytes": planned_bytes(recipe_of(run, WAYS[way]), spec), "last_loss": losses[-1]} | mean
+    planned = planned_bytes(recipe_of(run, WAYS[way], tokens), spec)
+    return {"way": way, "planned_bytes": planned, "last_loss": losses[-1], "peaks": peaks} | mean
 
 
 def summary(results: dict[str, Any]) -> str:
     lines = [f"{results['machine']}, torch {results['torch']}, Twostroke {results['twostroke']}, {results['link']}"]
-    for rate, rows in results["rates"].items():
-        per_s = float(rate) * 1e6 / 8
+    for case in results["cases"]:
+        rate, rows = case["mbit_per_s"], case["rows"]
+        alone = next((r["step_time_s"] for r in rows if r["way"] == ALONE), None)
+        lines += ["", f"{rate:g} Mbit/s, two micro-batches of {case['tokens']} tokens a rank"]
+        lines[-1] += ":" if alone is None else f", of which a step alone takes {alone:.3f} s:"
+        windows = " | ".join(f"peak ÷ mean, {ms:g} ms" for ms in WINDOWS_MS)
         lines += [
             "",
-            f"{rate} Mbit/s:",
-            "",
-            "| way | planned MB a step | counted | on the wire | wire ÷ plan | link alone s | step s |",
-            "|---|---|---|---|---|---|---|",
+            "| way | planned MB a step | counted | on the wire | wire ÷ plan | link alone s | step s | ÷ the longer "
+            f"| {windows} |",
+            "|---|---|---|---|---|---|---|---|" + "---|" * len(WINDOWS_MS),
         ]
-        lines += [
-            f"| {r['way']} | {r['planned_bytes'] / 1e6:.2f} | {r['sent_bytes'] / 1e6:.2f} | {r['wire_bytes'] / 1e6:.2f} "
-            f"| {r['wire_bytes'] / r['planned_bytes']:.4f} | {r['planned_bytes'] / per_s:.3f} | {r['step_time_s']:.3f} |"
-            for r in rows
-        ]
+        for r in rows:
+            if r["way"] == ALONE:
+                continue
+            link_s = r["planned_bytes"] / (rate * 1e6 / 8)
+            over = "" if alone is None else f"{r['step_time_s'] / max(link_s, alone):.2f}"
+            peaks = " | ".join(f"{peak:.1f}" for peak in r["peaks"].values()) or " | "
+            lines.append(
+                f"| {r['way']} | {r['planned_bytes'] / 1e6:.2f} | {r['sent_bytes'] / 1e6:.2f} | {r['wire_bytes'] / 1e6:.2f} "
+                f"| {r['wire_bytes'] / r['planned_bytes']:.4f} | {link_s:.3f} | {r['step_time_s']:.3f} | {over} | {peaks} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -178,29 +247,35 @@ def main() -> None:
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--mbit", type=float, nargs="+", default=[1000.0, 100.0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512], help="of a micro-batch")
+    parser.add_argument("--sample", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--loopback", action="store_true", help="without root: counted bytes alone, no shaped link")
     arguments = parser.parse_args()
     if arguments.as_rank:
         as_rank(arguments.as_rank)
         return
+    if arguments.sample:
+        sample(arguments.sample)
+        return
     if arguments.out is None:
         parser.error("--out is missing")
     conditions = recorded.conditions()
-    rates: dict[str, list[dict[str, Any]]] = {}
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(recipe_of(folder, {}).data)
-        for rate in arguments.mbit:
+        for rate, tokens in itertools.product(arguments.mbit, arguments.tokens):
             with contextlib.nullcontext() if arguments.loopback else linked(rate):
-                each = folder / f"{rate:g}"
+                each = folder / f"{rate:g}-{tokens}"
                 each.mkdir()
                 linked_by = None if arguments.loopback else DEVICE
-                rates[f"{rate:g}"] = [row_of(each, way, linked_by) for way in arguments.ways]
+                rows = [row_of(each, way, linked_by, tokens) for way in arguments.ways]
+                cases.append({"mbit_per_s": rate, "tokens": tokens, "rows": rows})
     results = conditions | {
         "link": "loopback, nothing shaped" if arguments.loopback else "two network namespaces, veth, tbf",
         "ways": WAYS,
-        "rates": rates,
+        "cases": cases,
     }
     recorded.write(arguments.out, {"results.json": results, "summary.md": summary(results)})
     print(summary(results))

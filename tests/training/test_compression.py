@@ -23,7 +23,7 @@ from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
 from twostroke.training.compression import compressed_sums, decoded, encoded, hadamard
-from twostroke.training.ranks import SENT
+from twostroke.training.exchanges import SENT
 from twostroke.training.start import train
 
 WAYS = [name for name in COMPRESSIONS if name != "none"]

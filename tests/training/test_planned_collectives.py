@@ -23,9 +23,10 @@ from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.shape import TrainingShape
+from twostroke.training.exchanges import SENT
 from twostroke.training.parallelize import CountedAllGather, OrderedReduceScatter
 from twostroke.training.ranked_masters import ShardedMasters
-from twostroke.training.ranks import SENT, Ranks
+from twostroke.training.ranks import Ranks
 from twostroke.training.tensor_parallel import cut_decoder
 
 LAYERS, TOKENS = 2, 512
@@ -87,7 +88,8 @@ def _plan(spec: ModelSpec, ranks: Ranks) -> TrainingPlan:
     indirect=["ranks"],
 )
 def test_shards_gather_and_reduce_what_is_planned(name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last unit, of embedding and head, stays gathered from forward to backward."""
+    """Embedding and head and the first block stay gathered for the next micro-batch, the last block from forward to
+    backward."""
     counted: Counter[str] = Counter()
     for kind in (CountedAllGather, OrderedReduceScatter):
 
@@ -102,11 +104,17 @@ def test_shards_gather_and_reduce_what_is_planned(name: str, ranks: Ranks, monke
         masters = ShardedMasters(decoder, torch.bfloat16, torch.float32, ranks)
         _pass(decoder)
         masters.accumulate()
-    gathered, again, reduced = _plan(spec, ranks).traffic
-    assert counted == {"CountedAllGather": 2 * LAYERS + 1, "OrderedReduceScatter": LAYERS + 1}
-    assert (gathered.bursts, again.bursts, reduced.bursts) == (LAYERS + 1, LAYERS, LAYERS + 1)
-    planned = gathered.sent_bytes + again.sent_bytes + reduced.sent_bytes
-    assert SENT["data"] == pytest.approx(planned, rel=3e-3)  # rows are filled up to a multiple of the ranks
+        one = Counter(counted)
+        sent = SENT["data"]
+        _pass(decoder)
+        masters.accumulate()
+        both = Counter(counted)
+    once, gathered, again, reduced = _plan(spec, ranks).traffic
+    assert one == {"CountedAllGather": 2 * LAYERS, "OrderedReduceScatter": LAYERS + 1}
+    assert both - one == {"CountedAllGather": 2 * LAYERS - 2, "OrderedReduceScatter": LAYERS + 1}
+    assert (once.bursts, gathered.bursts, again.bursts, reduced.bursts) == (2, LAYERS - 1, LAYERS - 1, LAYERS + 1)
+    planned = once.sent_bytes + gathered.sent_bytes + again.sent_bytes + reduced.sent_bytes
+    assert sent == pytest.approx(planned, rel=3e-3)  # rows are filled up to a multiple of the ranks
 
 
 class _Calls(TorchDispatchMode):

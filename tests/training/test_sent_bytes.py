@@ -27,7 +27,7 @@ Case = tuple[dict[str, Any], dict[str, float]]
 
 
 def _train_each(ranks: Any, recipes: list[TrainRecipe]) -> list[dict[str, int]]:
-    from twostroke.training.ranks import SENT
+    from twostroke.training.exchanges import SENT
 
     return train_each_counting(SENT, ranks, recipes)
 

@@ -55,7 +55,7 @@ def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
     return range(first, first + each + (chunk < more))
 
 
-BUCKET_BYTES = 16 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """Gradients that ranks exchange at once: tensors follow one another until they are as many bytes."""
 
 OFFLOAD_BLOCK = 2**21

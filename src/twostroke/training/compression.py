@@ -22,7 +22,8 @@ from torch import Tensor
 
 from twostroke.core.compressions import BLOCK, Compression, factored_elements
 from twostroke.core.errors import CorruptFileError
-from twostroke.training.ranks import Ranks, buckets, exchanged
+from twostroke.training.exchanges import SENT, Exchange, Sending, gather_into, wait_for
+from twostroke.training.ranks import Ranks, buckets
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import ReplicasPart
 
@@ -133,39 +134,46 @@ class CodedSums(CompressedSums):
 
     @torch.no_grad()
     def sum(self, tensors: Mapping[str, Tensor]) -> None:
+        in_order = iter(tensors)
+        for bucket in buckets(list(tensors.values())):
+            wait_for(self.summing({name: tensors[name] for name in itertools.islice(in_order, len(bucket))}))
+
+    def summing(self, bucket: Mapping[str, Tensor]) -> Exchange:
+        """Replaces the tensors of ``bucket`` (fp32) by what their sums over replicas come to."""
         ranks, n = self._ranks, self._ranks.layout.data
-        self._next = {}
-        given = self._with_residuals(tensors)
-        in_order = iter(given)
-        for bucket in buckets(list(given.values())):
-            names = list(itertools.islice(in_order, len(bucket)))
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            n_elements = flat.numel()
-            own = -(-n_elements // (n * self._way.multiple)) * self._way.multiple
-            pieces = torch.nn.functional.pad(flat, (0, own * n - n_elements)).view(n, own)
-            messages = encoded(pieces, self._way)
-            received = decoded(self._exchanged(messages), self._way)
-            received[ranks.replica] = pieces[ranks.replica]  # which this rank does not send
-            mine = tree_sum(list(received))
-            answer = encoded(mine[None], self._way)
-            summed = decoded(ranks.over_replicas(answer[0]), self._way)
-            if self._feeds_back:
-                left = pieces - decoded(messages, self._way)
-                left[ranks.replica] = mine - summed[ranks.replica]
-                self._keep(names, tensors, left.view(-1)[:n_elements])
-            for name, part in zip(
-                names, summed.view(-1)[:n_elements].split([tensors[name].numel() for name in names]), strict=True
-            ):
-                tensors[name].copy_(part.view_as(tensors[name]))
+        flat = torch.cat([tensor.reshape(-1) for tensor in self._with_residuals(bucket).values()])
+        n_elements = flat.numel()
+        own = -(-n_elements // (n * self._way.multiple)) * self._way.multiple
+        pieces = torch.nn.functional.pad(flat, (0, own * n - n_elements)).view(n, own)
+        del flat
+        messages = received = encoded(pieces, self._way)
+        if n > 1:
+            sending = Sending(messages, ranks.group("replica"), "data")
+            yield sending.work
+            received = torch.stack(sending.pieces())
+        parts = decoded(received, self._way)
+        parts[ranks.replica] = pieces[ranks.replica]  # which this rank does not send
+        mine = tree_sum(list(parts))
+        answer = encoded(mine[None], self._way)
+        answers = answer.new_empty(n, answer.shape[1])
+        if n > 1:
+            SENT["data"] += (n - 1) * answer.numel()
+            yield gather_into(answers, answer, ranks.group("replica"))
+        else:
+            answers.copy_(answer)
+        summed = decoded(answers, self._way)
+        if self._feeds_back:
+            left = pieces - decoded(messages, self._way)
+            left[ranks.replica] = mine - summed[ranks.replica]
+            self._keep(bucket, left.view(-1)[:n_elements])
+        lengths = [tensor.numel() for tensor in bucket.values()]
+        for tensor, part in zip(bucket.values(), summed.view(-1)[:n_elements].split(lengths), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
-    def _exchanged(self, messages: Tensor) -> Tensor:
-        if self._ranks.layout.data == 1:
-            return messages
-        return torch.stack(exchanged(messages, self._ranks.group("replica"), "data"))
-
-    def _keep(self, names: Sequence[str], tensors: Mapping[str, Tensor], left: Tensor) -> None:
-        for name, part in zip(names, left.split([tensors[name].numel() for name in names]), strict=True):
-            self._next[name] = part.view_as(tensors[name]).clone()
+    def _keep(self, bucket: Mapping[str, Tensor], left: Tensor) -> None:
+        parts = left.split([tensor.numel() for tensor in bucket.values()])
+        for (name, tensor), part in zip(bucket.items(), parts, strict=True):
+            self._next[name] = part.view_as(tensor).clone()
 
 
 class LowRankSums(CompressedSums):
@@ -185,13 +193,13 @@ class LowRankSums(CompressedSums):
         given = self._with_residuals({name: tensors[name] for name in factored})
         matrices = {name: t.flatten(1) for name, t in given.items()}
         lefts = [matrix @ self._right(name, matrix) for name, matrix in matrices.items()]
-        self._ranks.add_up([*lefts, *(t for name, t in tensors.items() if name not in matrices)])
+        self._ranks.sum_along(("replica",), [*lefts, *(t for name, t in tensors.items() if name not in matrices)])
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
         for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             if self._feeds_back:
                 self._next[name] = (matrix - left @ right.T).view_as(tensors[name])
-        self._ranks.add_up(rights)
+        self._ranks.sum_along(("replica",), rights)
         for name, left, right in zip(factored, lefts, rights, strict=True):
             tensors[name].copy_((left @ right.T).view_as(tensors[name]))
             self._next_factors[name] = right

@@ -25,7 +25,8 @@ from twostroke.core.spec import ModelSpec
 from twostroke.data.loader import Batch
 from twostroke.model.attention import Attention, Packed
 from twostroke.model.decoder import Decoder
-from twostroke.training.ranks import SENT, Ranks
+from twostroke.training.exchanges import SENT
+from twostroke.training.ranks import Ranks
 
 
 def check_context(recipe: TrainRecipe, spec: ModelSpec, n: int) -> None:

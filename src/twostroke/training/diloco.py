@@ -116,7 +116,7 @@ class LocalMasters(SummedMasters):
     def _summed(self, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
         """``deltas``, replaced by their sums over replicas."""
         if self.compressed is None:
-            self.ranks.add_up(list(deltas.values()))
+            self.ranks.sum_along(("replica",), list(deltas.values()))
         else:
             self.compressed.sum(deltas)
             self.compressed.accept()

@@ -25,7 +25,8 @@ from twostroke.kernels.grouped import rows_in_order, sorted_rows
 from twostroke.model.adapters import LowRankExperts, Nf4Experts, choose_targets
 from twostroke.model.decoder import Decoder
 from twostroke.model.experts import ExpertMatrix, ExpertsMlp
-from twostroke.training.ranks import SENT, Ranks
+from twostroke.training.exchanges import SENT, all_to_all
+from twostroke.training.ranks import Ranks
 from twostroke.training.whole import Cut
 
 TOKEN_AXES = ("context", "tensor")
@@ -67,7 +68,7 @@ class _ExchangeRows(torch.autograd.Function):
         ctx.counts = sent, received
         ctx.group = group
         found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+        all_to_all(found, rows.contiguous(), group, received, sent).wait()
         kept = sent[dist.get_rank(group)]
         SENT["expert"] += (len(rows) - kept) * rows.shape[1] * rows.element_size()
         return found
@@ -134,7 +135,7 @@ def _exchange_rows(mlp: ExpertsMlp, group: Any, n: int) -> None:
         inverse = order.argsort()
         counts = torch.bincount(flat, minlength=n * n_own).view(n, n_own)
         arriving = torch.empty_like(counts)  # (rank, own expert)
-        dist.all_to_all_single(arriving, counts, group=group)
+        all_to_all(arriving, counts, group).wait()
         sent, received = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
         rows = _ExchangeRows.apply(sorted_rows(x, order, inverse, mlp.moe.top_k), sent, received, group)
         # Each rank's rows are sorted by expert; here all ranks' are.

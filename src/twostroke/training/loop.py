@@ -25,13 +25,14 @@ from twostroke.training.build import build, capture, random_states, restore_rand
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
 from twostroke.training.compiled_before import mark_of, note_compiled
+from twostroke.training.exchanges import SENT
 from twostroke.training.finish import TrainingResult, finish, finished, step_measurement
 from twostroke.training.measurement import PARTS, StepRecord
 from twostroke.training.memory import memory_bytes, peak_memory_bytes, reset_peak
 from twostroke.training.observers import Observer, Observers
 from twostroke.training.parallelize import eager
 from twostroke.training.progress import Phase
-from twostroke.training.ranks import SENT, RankLost, is_lost
+from twostroke.training.ranks import RankLost, is_lost
 from twostroke.training.respond import respond
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.schedules import scheduled_factor

@@ -7,6 +7,7 @@ from twostroke.training.diloco import LocalMasters
 from twostroke.training.precision import COMPUTED_AND_STORED, MasterWeights
 from twostroke.training.ranked_masters import DividedMasters, ShardedMasters, SummedMasters
 from twostroke.training.ranks import Ranks
+from twostroke.training.replicas import ReplicatedMasters
 from twostroke.training.weight_differences import DifferenceMasters
 
 
@@ -20,4 +21,7 @@ def masters_of(decoder: Decoder, dtype: str, ranks: Ranks | None) -> MasterWeigh
         return sharded(decoder, computed, stored, ranks)
     if ranks.size("pipeline", "tensor", "expert") > 1:
         return DividedMasters(decoder, computed, stored, ranks)
-    return (LocalMasters if ranks.layout.outer_every else SummedMasters)(decoder, computed, stored, ranks)
+    if ranks.layout.outer_every:
+        return LocalMasters(decoder, computed, stored, ranks)
+    # PowerSGD takes all matrices together.
+    return (SummedMasters if ranks.layout.compression.low_rank else ReplicatedMasters)(decoder, computed, stored, ranks)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from twostroke.training.exchanges import all_to_all
 from twostroke.training.holding import HeldPart, Holding, Places
 from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranks import Part
@@ -94,7 +94,7 @@ class OwnedMatrices:
         """``sizes`` of ``flat`` for each rank, the last ones nothing; what came, ``counts`` from each."""
         sizes, counts = (own + [0] * (self._n - len(own)) for own in (sizes, counts))
         received = torch.empty(sum(counts), device=self._device)
-        dist.all_to_all_single(received, flat, counts, sizes, group=self._group)
+        all_to_all(received, flat, self._group, counts, sizes).wait()
         return received
 
     def _shape(self, name: str, places: Places) -> tuple[int, ...]:

@@ -22,10 +22,11 @@ from twostroke.model.decoder import Decoder
 from twostroke.model.experts import ExpertMatrix
 from twostroke.training.compression import decoded, encoded
 from twostroke.training.context_parallel import check_context
+from twostroke.training.exchanges import SENT, Exchange, Sending, UnderWay, gather_into, reduce_scatter, wait_for
 from twostroke.training.expert_parallel import check_expert, expert_axes, share_experts
 from twostroke.training.holding import Holding
 from twostroke.training.loss import ChunkFunction, chunk_loss
-from twostroke.training.ranks import SENT, Ranks, exchanged, gather_into, reduce_scatter
+from twostroke.training.ranks import Ranks
 from twostroke.training.stages import check_pipeline, keep_stage, own_layers, stage_of
 from twostroke.training.tensor_parallel import check_tensor, chunk_of_cut, cut_decoder
 from twostroke.training.tree_sums import tree_sum
@@ -60,10 +61,14 @@ class OrderedReduceScatter:
     times the message in its threads' heaps: on a CPU it is never asked. Pieces travel in fp32, with ``exact`` in ``wire``, the
     type that the backward pass computed them in, or as codes of ``parallel.compress``, and are added in fp32. Codes feed
     nothing back: that would take a whole gradient of memory on each rank, which sharding saves.
+
+    On a CPU, where FSDP2 has no streams, what it returns is not there yet: the exchange goes on beside the backward pass of the
+    next unit, ``under_way``, and whoever reads the gradients waits for it.
     """
 
-    def __init__(self, wire: torch.dtype, ranks: Ranks) -> None:
+    def __init__(self, wire: torch.dtype, ranks: Ranks, under_way: UnderWay) -> None:
         self._wire, self._exact, self._way = wire, ranks.layout.exact, ranks.layout.compression
+        self._under_way = under_way
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -71,19 +76,31 @@ class OrderedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        if input_tensor.device.type == "cpu":
+            self._under_way.begin(self._reducing(output_tensor, input_tensor, group))
+        else:
+            wait_for(self._reducing(output_tensor, input_tensor, group))  # FSDP2 has a stream for it
+        return None
+
+    def _reducing(self, output: Tensor, message: Tensor, group: Any) -> Exchange:
         n = dist.get_world_size(group)
         if self._way.name != "none":
-            pieces = input_tensor.float().view(n, -1)
-            padded = nn.functional.pad(pieces, (0, -pieces.shape[1] % self._way.multiple))
-            received = decoded(torch.stack(exchanged(encoded(padded, self._way), group, "data")), self._way)
-            output_tensor.copy_(tree_sum(list(received[:, : pieces.shape[1]].contiguous())))
-        elif self._exact or input_tensor.device.type == "cpu":
-            wire = self._wire if self._exact else input_tensor.dtype
-            output_tensor.copy_(tree_sum(exchanged(input_tensor.to(wire), group, "data")))
+            pieces = message.float().view(n, -1)
+            n_own = pieces.shape[1]
+            codes = encoded(nn.functional.pad(pieces, (0, -n_own % self._way.multiple)), self._way)
+            sending = Sending(codes, group, "data")
+            yield sending.work
+            received = decoded(torch.stack(sending.pieces()), self._way)
+            output.copy_(tree_sum(list(received[:, :n_own].contiguous())))
+        elif self._exact or message.device.type == "cpu":
+            sending = Sending(message.to(self._wire if self._exact else message.dtype), group, "data")
+            yield sending.work
+            came = sending.pieces()
+            del sending  # with what was sent
+            output.copy_(tree_sum(came))
         else:
-            reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM, group=group)
-            SENT["data"] += (n - 1) * input_tensor.numel() * input_tensor.element_size() // n
-        return None
+            SENT["data"] += (n - 1) * message.numel() * message.element_size() // n
+            yield reduce_scatter(output, message, dist.ReduceOp.SUM, group=group, async_op=True)
 
 
 class CountedAllGather:
@@ -94,8 +111,11 @@ class CountedAllGather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
         SENT["data"] += (dist.get_world_size(group) - 1) * input_tensor.numel() * input_tensor.element_size()
-        work: dist.Work | None = gather_into(output_tensor, input_tensor, group, async_op)
-        return work
+        work = gather_into(output_tensor, input_tensor, group)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
 def divide(decoder: Decoder, ranks: Ranks) -> dict[str, Holding]:
@@ -120,12 +140,17 @@ def divide(decoder: Decoder, ranks: Ranks) -> dict[str, Holding]:
     return found
 
 
-def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
+def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype, under_way: UnderWay) -> None:
     """Share out the rows of what ``divide`` left in ``decoder``, a block at a time, experts that others have not by themselves;
     embedding, head and final norm are one unit, because embedding and head may be one matrix. Blocks compute in ``dtype``.
 
-    zero = 2 keeps the weights gathered until ``drop_gathered``, 3 gathers them for each pass. Frozen weights are cut and
-    gathered as well; of matrices in NF4 the codes, and the scales, a thirtieth of them, stay whole.
+    zero = 2 keeps the weights gathered until ``drop_gathered``, 3 gathers a block's for each pass. Where no other stage comes
+    between, the last block's stay for its backward pass, and the first block's from there for the next micro-batch, as do those
+    outside of the blocks for the whole step. Frozen weights are cut and gathered as well;
+    of matrices in NF4 the codes, and the scales, a thirtieth of them, stay whole.
+
+    A block's weights are gathered while the one before it computes, and its gradients are reduced while the next ones do: those
+    reductions are ``under_way`` when a backward pass has ended.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -143,25 +168,34 @@ def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
         if parameter.is_floating_point():  # a copy of the embedding
             parameter.data = parameter.data.to(dtype)
     keeps = ranks.layout.zero == 2
+    blocks: list[list[Any]] = [[decoder.blocks[layer] for layer in layers] for layers in own_layers(decoder, ranks)]
+    is_whole = ranks.size("pipeline") == 1
+    first, last = (set(blocks[0][end].modules()) if is_whole else set() for end in (0, -1))
     for module in decoder.modules() if ranks.size("expert") > 1 else ():
         if isinstance(module, ExpertMatrix | Nf4Experts | LowRankExperts):
             same = ranks.mesh(*(axis for axis in sharing(ranks) if axis != "expert"))
-            fully_shard(module, mesh=same, reshard_after_forward=not keeps, mp_policy=policy)
+            fully_shard(module, mesh=same, reshard_after_forward=not keeps and module not in last, mp_policy=policy)
     mesh = ranks.mesh(*sharing(ranks))
-    blocks: list[list[Any]] = [[decoder.blocks[layer] for layer in layers] for layers in own_layers(decoder, ranks)]
     for unit in (*itertools.chain(*blocks), decoder):
-        reshards = not keeps and unit is not decoder
+        reshards = not keeps and unit is not decoder and unit not in last
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=elsewhere)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(OrderedReduceScatter(dtype, ranks, under_way))  # type: ignore[arg-type]
             module.set_custom_all_gather(CountedAllGather())  # type: ignore[arg-type]
-            module.set_reshard_after_backward(not keeps, recurse=False)
-    units: list[list[Any]] = [*blocks, [decoder]]
-    for chunk in units:
+            stays = keeps or module in first or (is_whole and module is decoder)
+            module.set_reshard_after_backward(not stays, recurse=False)
+            if not torch.cuda.is_available():  # else gathers have a stream
+                module._set_unshard_async_op(True)
+    root: Any = decoder
+    # Torch would guess by the order of forward passes, which several micro-batches under way do not keep.
+    for chunk in [[decoder], *blocks]:
         for before, unit in zip((chunk[0], *chunk), chunk, strict=False):
-            # Torch would guess by the order of forward passes, which several micro-batches under way do not keep.
             unit.set_modules_to_backward_prefetch([before])
+            before.set_modules_to_forward_prefetch([unit])
+    if is_whole:
+        root.set_modules_to_forward_prefetch([blocks[0][0]])
+        root.set_modules_to_backward_prefetch([blocks[0][-1]])
     register_fsdp_forward_method(decoder, "stage")
 
 

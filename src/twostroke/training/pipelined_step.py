@@ -13,9 +13,10 @@ from torch import Tensor
 from twostroke.data.loader import Batch
 from twostroke.model.adapters import LowRank
 from twostroke.training.clock import StepClock
+from twostroke.training.exchanges import SENT
 from twostroke.training.ranked_masters import DividedMasters
 from twostroke.training.ranked_step import RankedStep
-from twostroke.training.ranks import SENT, Ranks
+from twostroke.training.ranks import Ranks
 from twostroke.training.stages import most_sending, own_layers, turns
 
 FORWARD, BACKWARD, GENERATOR = 1, 2, 3

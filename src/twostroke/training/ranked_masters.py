@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
 from twostroke.training.compression import FACTOR, RESIDUAL, CompressedSums, compressed_sums
+from twostroke.training.exchanges import UnderWay, gathered
 from twostroke.training.holding import HeldPart, Holding
 from twostroke.training.parallelize import divide, drop_gathered, shard_decoder
 from twostroke.training.precision import MasterWeights
-from twostroke.training.ranks import AXES, Part, Ranks, gathered
+from twostroke.training.ranks import AXES, Part, Ranks
 from twostroke.training.stages import EMBEDDING, chunk_with, own_chunks
 from twostroke.training.tied_head import TiedHead
 from twostroke.training.tree_sums import TreeSum
@@ -72,18 +73,28 @@ class SummedMasters(MasterWeights):
         gradient, parameter.grad = parameter.grad, None
         return torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient
 
+    def expect_last_pass(self) -> None:
+        """The pass that follows is the last one of the window."""
+
+    def _wire(self, n_micro_batches: int) -> torch.dtype:
+        """The type that holds a sum of so many gradients: one is in the type it was computed in, sums are in fp32."""
+        return self._leaf_dtype if n_micro_batches == 1 else torch.float32
+
     @torch.no_grad()
     def finish_window(self) -> Tensor:
-        # One micro-batch's gradient is in the type it was computed in; sums are in fp32.
-        wire = self._leaf_dtype if max(sums.count for _, sums in self._chunks) == 1 else torch.float32
+        wire = self._wire(max(sums.count for _, sums in self._chunks))
         trained = [(names, sums.total()) for names, sums in self._chunks if names]
         by_name = {name: total for names, totals in trained for name, total in zip(names, totals, strict=True)}
         totals = {name: by_name[name] for name in self.gradients}
         self._over_ranks(totals, wire)
+        self._keep(totals)
+        return self._norms()
+
+    def _keep(self, totals: Mapping[str, Tensor]) -> None:
+        """Let ``totals`` be the gradients."""
         for name, total in totals.items():
             if total is not self.gradients[name]:
                 self.gradients[name].copy_(total)
-        return self._norms()
 
     def _over_ranks(self, totals: dict[str, Tensor], wire: torch.dtype) -> None:
         """Add up what ranks computed apart of the gradients ``totals``."""
@@ -319,8 +330,8 @@ class ShardedMasters(DividedMasters):
         self.ranks = ranks
         self.compressed: CompressedSums | None = None  # each pass is, by the reduce-scatter
         self.dtype, self.stored = dtype, torch.float32
-        self._decoder = decoder
-        shard_decoder(decoder, ranks, dtype)
+        self._decoder, self._under_way = decoder, UnderWay()
+        shard_decoder(decoder, ranks, dtype, self._under_way)
         parameters = dict(decoder.named_parameters())
         self._parameters = {name: parameters[name] for name, holding in self.holdings.items() if holding.is_at(ranks)}
         with torch.no_grad():
@@ -337,6 +348,14 @@ class ShardedMasters(DividedMasters):
     @property
     def _leaf_dtype(self) -> torch.dtype:
         return torch.float32
+
+    def zero_gradients(self) -> None:
+        self._under_way.finish()
+        super().zero_gradients()
+
+    def accumulate(self, chunk: int = 0) -> None:
+        self._under_way.finish()
+        super().accumulate(chunk)
 
     def _taken(self, parameter: Any) -> Tensor:
         gradient, parameter.grad = parameter.grad, None

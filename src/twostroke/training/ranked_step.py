@@ -13,6 +13,7 @@ from twostroke.data.loader import Batch
 from twostroke.training.clock import StepClock
 from twostroke.training.context_parallel import ring_attention
 from twostroke.training.expert_parallel import balance_together
+from twostroke.training.ranked_masters import SummedMasters
 from twostroke.training.ranks import Ranks
 from twostroke.training.step import TrainStep, WindowAbandoned
 
@@ -22,6 +23,8 @@ SEED_STRIDE = 0x9E3779B97F4A7C15
 
 class RankedStep(TrainStep):
     """A micro-batch is one pass, whatever the layout, and draws random numbers by its own number in the window."""
+
+    masters: SummedMasters
 
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -65,6 +68,8 @@ class RankedStep(TrainStep):
         """The loss of each of ``batches``, whose gradients, times ``scale``, go into the masters in their order."""
         losses: list[Tensor] = []
         for seed, batch in zip(seeds, batches, strict=True):
+            if len(losses) == len(batches) - 1 and not self._unproven:  # a pass that fails to compile is repeated
+                self.masters.expect_last_pass()
             if losses and self.ranks.n == 1 and abandon():  # ranks stop together, at the end of a step
                 raise WindowAbandoned
             torch.manual_seed(seed)

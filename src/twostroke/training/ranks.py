@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.policy import BUCKET_BYTES
+from twostroke.training.exchanges import SENT, Exchange, Sending, all_gather, gather_into, wait_for
 from twostroke.training.progress import Phase, Progress
 from twostroke.training.tree_sums import tree_sum
 
@@ -28,16 +28,8 @@ TIMEOUT = timedelta(minutes=10)
 LONGEST_WORK = timedelta(days=1)
 """Longest wait for what the first rank does for all: preparing data, writing a model."""
 
-SENT: Counter[str] = Counter()
-"""Bytes of gradients, weights and activations that this process sent to other ranks, by the kind of parallelism."""
-
 AXES = ("replica", "shard", "expert", "pipeline", "context", "tensor")
 """What ranks are numbered by, the last one fastest: ranks of a replica are neighbours, and so are those of a tensor."""
-
-
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Of one tensor, by their names since torch 2.13 or before."""
 
 
 class RankLost(TwostrokeError):
@@ -326,39 +318,23 @@ class Ranks:
 
     @torch.no_grad()
     def sum_along(self, axes: Sequence[str], tensors: Sequence[Tensor], wire: torch.dtype | None = None) -> None:
-        """Replace ``tensors`` by their sums over the ranks along ``axes``, sent as ``wire``, the type that holds each of them
+        """Replace ``tensors`` by their sums over the ranks along ``axes``, as ``summing`` does, and wait for all of them."""
+        for bucket in buckets(tensors):
+            wait_for(self.summing(axes, bucket, wire))
+
+    def summing(self, axes: Sequence[str], bucket: Sequence[Tensor], wire: torch.dtype | None = None) -> Exchange:
+        """Replaces ``bucket`` by its sums over the ranks along ``axes``, sent as ``wire``, the type that holds each of them
         exactly, by default their own.
 
         It is one exchange, which sends 2·(n − 1)/n of them over n ranks: one after another for each axis would send up to twice
-        that. Replicas are added first, so that their number does not change the bits.
+        that. Replicas are added first, so that their number does not change the bits. Without ``exact`` accelerators add in the
+        order of their own all-reduce.
         """
         if self.size(*axes) == 1:
-            return
-        if not self.layout.exact:
-            self.add_up(tensors, axes)
-            return
-        _sum_in_order(tensors, self.group(*axes), _kind(axes), wire, self.layout.data if "replica" in axes else 1)
-
-    @torch.no_grad()
-    def add_up(self, tensors: Sequence[Tensor], axes: Sequence[str] = ("replica",)) -> None:
-        """Replace ``tensors`` by their sums over the ranks along ``axes``, in the order of torch's own all-reduce."""
-        n = self.size(*axes)
-        if n == 1:
-            return
-        group = self.group(*axes)
-
-        def sum_up(bucket: Sequence[Tensor]) -> None:  # a function, so that a bucket's buffers end with it
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=group)
-            SENT[_kind(axes)] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
-            _split(flat, bucket)
-
-        for bucket in buckets(tensors):
-            sum_up(bucket)
-
-    def over_replicas(self, own: Tensor) -> Tensor:
-        """(replicas, n): ``own`` of each replica, of equal length."""
-        return own[None] if self.layout.data == 1 else gathered(own, self.group("replica"), "data")
+            return iter(())
+        if not self.layout.exact and bucket[0].device.type != "cpu":
+            return _reducing(bucket, self.group(*axes), _kind(axes))
+        return _summing_in_order(bucket, self.group(*axes), _kind(axes), wire, self.layout.data if "replica" in axes else 1)
 
     def sum_counts(self, tensors: Sequence[Tensor]) -> None:
         """Replace ``tensors`` of counts, whose sums are exact in any order, by their sums over all ranks."""
@@ -377,62 +353,41 @@ def alone(beside: int = 0) -> Ranks:
 ALONE = alone()
 
 
-def exchanged(sent: Tensor, group: Any, kind: str) -> list[Tensor]:
-    """Of n equal pieces of ``sent`` the i-th goes to rank i of ``group``; those that came from its ranks, in their order. What
-    goes to others is counted as ``kind``."""
-    n = dist.get_world_size(group)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    SENT[kind] += (n - 1) * sent.numel() * sent.element_size() // n
-    return list(received.view(n, -1))
-
-
-def gather_into(found: Tensor, own: Tensor, group: Any, async_op: bool = False) -> Any:
-    """Fill ``found`` with ``own`` of each rank of ``group``; what torch's all-gather returns.
-
-    gloo's all-gather copies what comes in each of its two threads, whose heaps nothing else uses: 60 MB that stay for messages
-    of 20 MB. Its exchange writes where it belongs, in the same time (7 MB 5.5 ms instead of 7.5, 20 MB 14.4 instead of 12.3).
-    """
-    if own.device.type != "cpu":
-        return all_gather(found, own, group=group, async_op=async_op)
-    sent = own.flatten().repeat(dist.get_world_size(group))
-    return dist.all_to_all_single(found, sent, group=group, async_op=async_op)
-
-
-def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
-    """(ranks, n): ``own`` of each rank of ``group``, of equal length, counted as ``kind`` if that is given."""
-    n = dist.get_world_size(group)
-    found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
-    gather_into(found, own.contiguous(), group)
-    if kind is not None:
-        SENT[kind] += (n - 1) * own.numel() * own.element_size()
-    return found.view(n, -1)
-
-
 def _kind(axes: Sequence[str]) -> str:
     """As what sums along ``axes`` are counted."""
     return "tensor" if "tensor" in axes else "data"
 
 
-def _sum_in_order(tensors: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None, n_replicas: int) -> None:
-    """Replace ``tensors`` by their sums over ``group``, sent as ``wire``, by default as they are: each rank adds up a piece in
+def _summing_in_order(bucket: Sequence[Tensor], group: Any, kind: str, wire: torch.dtype | None, n_replicas: int) -> Exchange:
+    """Replaces ``bucket`` by its sums over ``group``, sent as ``wire``, by default as they are: each rank adds up a piece in
     the tree's order, those of ``n_replicas``, by which ranks are numbered first, before others, and all get it."""
     n = dist.get_world_size(group)
+    # Plans count what is held here at once (``planner.training.exchanging``): message and answer, then a piece and its sum,
+    # sent to all and come from all.
+    dtype, n_elements = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)
+    own = -(-n_elements // n)
+    filled = [*(tensor.reshape(-1) for tensor in bucket), bucket[0].new_zeros(own * n - n_elements)]
+    sending = Sending(torch.cat([part.to(wire or dtype) for part in filled]), group, kind)
+    del filled
+    yield sending.work
+    pieces = sending.pieces()
+    del sending
     order = [rank for first in range(n // n_replicas) for rank in range(first, n, n // n_replicas)]
+    mine = tree_sum([pieces[rank] for rank in order]).to(dtype, copy=True)  # of fp32 a piece of what has come
+    del pieces
+    whole = mine.new_empty(n * own)
+    SENT[kind] += (n - 1) * mine.numel() * mine.element_size()
+    yield gather_into(whole, mine, group)
+    _split(whole[:n_elements], bucket)
 
-    def sum_up(bucket: Sequence[Tensor]) -> None:  # a function, so that a bucket's buffers end with it
-        # Plans count what is held here at once (``planner.training.exchanging``): message and answer, then a piece and its sum,
-        # sent to all and come from all.
-        dtype, n_elements = bucket[0].dtype, sum(tensor.numel() for tensor in bucket)
-        own = -(-n_elements // n)
-        filled = [*(tensor.reshape(-1) for tensor in bucket), bucket[0].new_zeros(own * n - n_elements)]
-        pieces = exchanged(torch.cat([part.to(wire or dtype) for part in filled]), group, kind)
-        mine = tree_sum([pieces[rank] for rank in order]).to(dtype, copy=True)  # of fp32 a piece of what has come
-        pieces.clear()
-        _split(gathered(mine, group, kind).view(-1)[:n_elements], bucket)
 
-    for bucket in buckets(tensors):
-        sum_up(bucket)
+def _reducing(bucket: Sequence[Tensor], group: Any, kind: str) -> Exchange:
+    """Replaces ``bucket`` by its sums over ``group`` in the order of torch's own all-reduce."""
+    n = dist.get_world_size(group)
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    SENT[kind] += 2 * (n - 1) * flat.numel() * flat.element_size() // n
+    yield dist.all_reduce(flat, group=group, async_op=True)
+    _split(flat, bucket)
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

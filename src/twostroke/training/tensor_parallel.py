@@ -29,7 +29,8 @@ from twostroke.kernels.nf4 import Nf4Matrix, decoded_scales
 from twostroke.model.adapters import AdaptedLinear, LowRank, LowRankExperts, Nf4Linear
 from twostroke.model.decoder import Decoder, capped
 from twostroke.model.experts import ExpertsMlp
-from twostroke.training.ranks import SENT, Ranks, all_gather
+from twostroke.training.exchanges import SENT, all_to_all, gather_into
+from twostroke.training.ranks import Ranks
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import Cut, rows_of
 
@@ -131,7 +132,7 @@ def _group(name: str) -> Any:
 def _gather(x: Tensor, group: str, n: int) -> Tensor:
     gathered = x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])
     found = gathered if len(x) == 1 else x.new_empty(n, *x.shape)  # of one row ranks' parts are in their order
-    all_gather(found.view(-1), x.contiguous().view(-1), group=_group(group))
+    gather_into(found.view(-1), x.contiguous(), _group(group)).wait()
     SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
     return gathered if len(x) == 1 else gathered.copy_(found.transpose(0, 1).reshape(gathered.shape))
 
@@ -146,7 +147,7 @@ def _scatter(x: Tensor, group: str, n: int) -> Tensor:
     # An exchange of pieces that are added in one order in fp32: a ring's bytes, and half of gloo's own reduce-scatter.
     sent = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=_group(group))
+    all_to_all(received, sent, _group(group)).wait()
     SENT["tensor"] += (n - 1) * received[0].numel() * received.element_size()
     return tree_sum(list(received)).to(x.dtype).clone()
 
@@ -159,7 +160,7 @@ def _(x: Tensor, group: str, n: int) -> Tensor:
 @torch.library.custom_op("twostroke::over_ranks", mutates_args=())
 def _over_ranks(x: Tensor, group: str, n: int) -> Tensor:
     found = torch.empty(n * x.numel(), dtype=x.dtype, device=x.device)
-    all_gather(found, x.contiguous().view(-1), group=_group(group))
+    gather_into(found, x.contiguous(), _group(group)).wait()
     SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
     return found.view(n, *x.shape)
 

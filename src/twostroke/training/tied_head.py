@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twostroke.model.decoder import Decoder
+from twostroke.training.exchanges import SENT, gathered
 from twostroke.training.holding import Holding
-from twostroke.training.ranks import SENT, Ranks, gathered
+from twostroke.training.ranks import Ranks
 from twostroke.training.stages import EMBEDDING
 
 TIED = 4

@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from twostroke.core.compressions import COMPRESSIONS
 from twostroke.model.decoder import Decoder
 from twostroke.training.compression import decoded, encoded
+from twostroke.training.exchanges import gathered
 from twostroke.training.parallelize import drop_gathered, gather_weights
 from twostroke.training.ranked_masters import OPTIMIZER, ShardedMasters
-from twostroke.training.ranks import Ranks, buckets, gathered
+from twostroke.training.ranks import Ranks, buckets
 from twostroke.training.whole import Whole
 
 HELD = "held::"

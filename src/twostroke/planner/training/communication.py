@@ -12,6 +12,7 @@ from twostroke.core.compressions import COMPRESSIONS, factored_elements
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import LayerKind, Matrix, block, layer_kinds
 from twostroke.core.named import largest, letter, named, records, smallest
+from twostroke.core.policy import BUCKET_BYTES
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware import network
 from twostroke.planner.hardware.device import Hardware, Link
@@ -19,7 +20,7 @@ from twostroke.planner.training.layout import Layout, group_link
 from twostroke.planner.training.memory import FP32, PRECISIONS, gradient_bytes_per_parameter
 from twostroke.planner.training.passes import attention_work
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.planner.training.sharding import Held, Stage, whole_parameters
+from twostroke.planner.training.sharding import Held, Stage, sums_bucket_by_bucket, whole_parameters
 
 BUCKET_PARAMETERS = 40_000_000
 """Gradients that a burst reduces together under DDP and ZeRO-1/2, or a million a rank where that is more (Megatron-LM's
@@ -228,7 +229,8 @@ def across_data(
     DDP all-reduces the gradients, 2·Ψ elements a rank. ZeRO-1 reduce-scatters them and all-gathers the new weights, 2·Ψ. ZeRO-2
     does the same, but reduce-scatters in every micro-batch, since no rank keeps a whole gradient. ZeRO-3 all-gathers weights
     twice and reduce-scatters in every micro-batch, 3·Ψ (arXiv 1910.02054, section 7), but those outside of the blocks once a
-    pass through a chunk of layers, because they stay gathered until its backward pass. Reductions hide behind the backward pass
+    pass through a chunk of layers, because they stay gathered until its backward pass; our ranks without stages those and
+    the first block's once a step, and the last block's once a micro-batch. Reductions hide behind the backward pass
     they follow, gathers behind the pass they serve. Copies of shards add up what a rank holds of the gradients once a step
     (HSDP; Zhao et al., arXiv 2304.11277, section 3.2.2). What is longer than that pass, and one burst, is exposed. The
     bandwidth of memory that traffic takes from the products is not counted. Replicas that train apart (``outer_every``)
@@ -266,7 +268,9 @@ def across_data(
             continue
         sent = trained - (_left_out_by_factors(spec, shape.compress_rank) if way.low_rank else 0)
         gradients, weights = gradient * sent, precision.working * trained
-        buckets = max(1.0, trained / max(BUCKET_PARAMETERS, 1_000_000 * group.ranks))
+        # On CPUs our own ranks are planned, on accelerators others' too.
+        together = max(BUCKET_PARAMETERS, 1_000_000 * group.ranks) if hardware.accelerator else BUCKET_BYTES / FP32
+        buckets = max(1.0, trained / letter("together", together))
         gathered: Traffic | None = None
         if layout.zero == 0 and shape.outer_every:
             every = letter("H", shape.outer_every)
@@ -276,8 +280,11 @@ def across_data(
                 exposed = largest(0.0, reduced.seconds - beside * n_micro * (forward_s + backward_s))
                 reduced = replace(reduced, exposed_s=exposed, overlap=f"behind the {shape.outer_overlap} steps that follow")
         elif layout.zero == 0:
-            reduced = group.all_reduced(gradients, buckets, backward_s)
+            behind_backward = hardware.accelerator or sums_bucket_by_bucket(shape, layout)
+            reduced = group.all_reduced(gradients, buckets, backward_s if behind_backward else 0.0)
         elif layout.zero < 3:
+            if layout.zero == 2 and not hardware.accelerator:
+                buckets = n_layers + (1 if outside else 0)  # FSDP2's units
             reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
             if shape.compress_weights == "none":
                 gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
@@ -286,10 +293,15 @@ def across_data(
                 changes = letter("changes", COMPRESSIONS[shape.compress_weights].bytes_per_element) * trained
                 found.append(group.differences(changes, buckets))
         else:
-            around, n_units = precision.working * outside, layout.interleave if outside else 0
-            blocks = weights + frozen_bytes - around
-            gathered = group.gathered(blocks + n_units * around, n_layers + n_units, n_micro, forward_s, "forward")
-            again = group.gathered(blocks, n_layers, n_micro, backward_s, "backward")
+            around = precision.working * outside
+            blocks, n_units, n_gathered = weights + frozen_bytes - around, layout.interleave if outside else 0, n_layers
+            if shape.gradient_sums and layout.pipeline == 1:
+                # Of ours the first block stays from one micro-batch to the next, the last one from forward to backward, and
+                # what is outside of the blocks for the whole step.
+                found.append(group.gathered_once(around + blocks / n_layers, 2 if outside else 1))
+                blocks, n_units, n_gathered = blocks * (1 - 1 / n_layers), 0, max(n_layers - 1, 1)
+            gathered = group.gathered(blocks + n_units * around, n_gathered + n_units, n_micro, forward_s, "forward")
+            again = group.gathered(blocks, n_gathered, n_micro, backward_s, "backward")
             backward_s = again.leaves(backward_s, n_micro)
             n_reduced = n_layers + (1 if outside and shape.method == "full" else 0)
             reduced = group.scattered(gradients, n_reduced, n_micro, backward_s)
@@ -339,6 +351,12 @@ class _Group:
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
         sent = network.gather_sent_bytes(whole, self.ranks)
         return self._traffic("all-gather of weights", whole, sent, once, bursts, times, hidden_s, behind)
+
+    def gathered_once(self, whole: float, bursts: int) -> Traffic:
+        """Weights that stay gathered from micro-batch to micro-batch."""
+        traffic = self.gathered(whole, bursts, 1, 0.0, "")
+        what = f"all-gather of the first weights{self.suffix}"
+        return replace(traffic, what=what, overlap="none: the first block waits for them")
 
     def differences(self, whole: float, bursts: float) -> Traffic:
         """Codes of what an update changed of weights that all hold (SDP4Bit, arXiv 2410.15526), which the next pass waits for.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from twostroke.core.compressions import COMPRESSIONS
 from twostroke.core.dtypes import bytes_of
 from twostroke.core.matrices import ALL_LINEAR, LayerKind, Matrix, head_matrix, layer_kinds, layers_by_kind
 from twostroke.core.named import inputs, largest, letter, named, smallest
@@ -19,11 +20,12 @@ from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.anchors import ADAPTER_ANCHOR, ADAPTER_RANK, TrainingAnchor, training_anchors
 from twostroke.planner.hardware.device import Hardware
 from twostroke.planner.training.exchanging import (
-    after_the_last_pass,
     beside_sums_of_replicas,
     beside_sums_of_shards,
-    bucket_elements,
+    exchanged_bytes,
+    largest_buckets,
     reducing_bytes,
+    under_way_bytes,
 )
 from twostroke.planner.training.layout import SINGLE, Layout
 from twostroke.planner.training.memory import (
@@ -559,20 +561,31 @@ def exchange_bytes(
     # What a tree of sums held until they were one is there for the buffers.
     sums = letter("n_sums", shape.gradient_sums) - 1
     free = FP32 * sums * part.trained_of(layout.shared_by(2)) if shape.gradient_sums > 1 else 0.0
-    apart = layout.copies if layout.zero >= 2 else layout.replicas
+    apart, on_accelerator = layout.copies if layout.zero >= 2 else layout.replicas, hardware.accelerator is not None
+    sizes = [size / ranks for size in trained_tensors(spec, shape, layout, stage)]
+    bucket_by_bucket = sums_bucket_by_bucket(shape, layout)
+    bucket, before = largest_buckets(reversed(sizes) if bucket_by_bucket else sizes)
     buffers = 0.0
     if apart > 1 and not shape.outer_every:
-        bucket = bucket_elements(size / ranks for size in trained_tensors(spec, shape, layout, stage))
-        buffers = largest(after_the_last_pass(shape, bucket, apart) - free, 0.0)
+        under_way = before if bucket_by_bucket else 0.0
+        buffers = largest(exchanged_bytes(shape, bucket, under_way, apart, on_accelerator) - free, 0.0)
     if layout.zero < 2:
+        if bucket_by_bucket:
+            left = smallest(left, precision.gradient * bucket)
         return beside_sums_of_replicas(left, activations, of_a_layer, differentiated, buffers)
     outside = part.outside if shape.method == "full" else 0.0
     of_blocks = left - FP32 / ranks * outside
-    reducing = reducing_bytes(shape, ranks, hardware.accelerator is not None)
     beside = beside_sums_of_shards(
-        precision.gradient, of_blocks, part.layer, outside, ranks, reducing, activations, of_a_layer, differentiated
-    )
+        precision.gradient, of_blocks, part.layer, outside, ranks, reducing_bytes(shape, ranks, on_accelerator),
+        under_way_bytes(shape, on_accelerator), activations, of_a_layer, differentiated,
+    )  # fmt: skip
     return largest(beside, buffers - (activations + differentiated))
+
+
+def sums_bucket_by_bucket(shape: TrainingShape, layout: Layout) -> bool:
+    """Whether our replicas take what a pass leaves bucket by bucket (``training.replicas``)."""
+    alone = layout.zero == 0 and layout.tensor == layout.pipeline == layout.expert == 1
+    return alone and not shape.outer_every and not COMPRESSIONS[shape.compress].low_rank
 
 
 def trained_tensors(spec: ModelSpec, shape: TrainingShape, layout: Layout, stage: Stage) -> Iterator[float]:

@@ -46,6 +46,7 @@ GLOSSARY: dict[str, str] = {
     "α": "seconds a message takes before its first byte; of speculation, the share accepted",
     "block_parameters": "parameters of a block of optimizer state on disk",
     "bucket": "elements of the gradients that ranks exchange at once, where they are most",
+    "bucket_before": "elements of the bucket before it, whose exchange is under way",
     "here": "layers of a kind on a stage (here_1, here_2: of each)",
     "left": "bytes of gradient that a backward pass of our ranks leaves beside the sums",
     "n_sums": "fp32 sums of gradients that a rank holds at once",
