@@ -134,7 +134,10 @@ def test_bytes_are_those_of_the_row(runner: RankRunner, name: str) -> None:
     way = COMPRESSIONS[name]
     if way.low_rank:
         assert factored_elements(shapes[0], 4) == 4 * 73
-        assert sent == 4 * sum(factored_elements(shape, 4) or torch.Size(shape).numel() for shape in shapes)
+        rows = [shape[0] * 4 if factored_elements(shape, 4) else torch.Size(shape).numel() for shape in shapes]
+        columns = [torch.Size(shape[1:]).numel() * 4 for shape in shapes if factored_elements(shape, 4)]
+        # One sum of left factors and vectors, one of right factors; each is filled up for the ranks to share.
+        assert sent == 4 * sum(-(-sum(elements) // n) * n for elements in (rows, columns))
     else:
         own = -(-elements // (n * way.multiple)) * way.multiple
         assert sent == 2 * (n - 1) * own * way.bytes_per_element

@@ -47,6 +47,7 @@ GLOSSARY: dict[str, str] = {
     "block_parameters": "parameters of a block of optimizer state on disk",
     "bucket": "elements of the gradients that ranks exchange at once, where they are most",
     "bucket_before": "elements of the bucket before it, whose exchange is under way",
+    "together": "gradients that are reduced in one burst",
     "here": "layers of a kind on a stage (here_1, here_2: of each)",
     "left": "bytes of gradient that a backward pass of our ranks leaves beside the sums",
     "n_sums": "fp32 sums of gradients that a rank holds at once",
