@@ -121,18 +121,16 @@ def linked(mbit_per_s: float) -> Iterator[None]:
         _ip("ip", "netns", "del", NAMES[0])
 
 
-class Sampler:
-    """Reads the first rank's sent bytes a thousand times a second, in a process of its own."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        words = ["ip", "netns", "exec", NAMES[0], sys.executable, __file__, "--sample", str(file)]
-        self._process = subprocess.Popen(words)
-
-    def samples(self) -> list[tuple[float, int]]:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
-        return [(at, sent) for at, sent in json.loads(self._file.read_text())]
+@contextlib.contextmanager
+def sampling(file: Path) -> Iterator[None]:
+    """Inside, a process of its own reads the first rank's sent bytes a thousand times a second. At the end they are in
+    ``file``."""
+    sampler = subprocess.Popen(["ip", "netns", "exec", NAMES[0], sys.executable, __file__, "--sample", str(file)])
+    try:
+        yield
+    finally:
+        sampler.send_signal(signal.SIGTERM)
+        sampler.wait()
 
 
 def sample(file: Path) -> None:
@@ -168,14 +166,14 @@ def measured(folder: Path, way: str, linked_by: str | None, tokens: int) -> tupl
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home")}
     words = [sys.executable, __file__, "--as-rank", str(recipe)]
     commands = [[*(["ip", "netns", "exec", name] if linked_by else []), *words] for name in NAMES]
-    sampler = Sampler(folder / "samples.json") if linked_by else None
-    said = answers(way, commands, PORT, more, ADDRESSES[0] if linked_by else "127.0.0.1")
+    samples = folder / "samples.json"
+    with sampling(samples) if linked_by else contextlib.nullcontext():
+        said = answers(way, commands, PORT, more, ADDRESSES[0] if linked_by else "127.0.0.1")
     steps: list[dict[str, float]] = json.loads(said[0].splitlines()[-1])
     peaks: dict[str, float] = {}
-    if sampler is not None:
-        samples, began, ended = sampler.samples(), steps[WARM_UP - 1]["ended_at"], steps[-1]["ended_at"]
-        if way != ALONE:
-            peaks = {f"{ms:g}": peak_to_mean(samples, began, ended, ms / 1e3) for ms in WINDOWS_MS}
+    if linked_by and way != ALONE:
+        read, began, ended = json.loads(samples.read_text()), steps[WARM_UP - 1]["ended_at"], steps[-1]["ended_at"]
+        peaks = {f"{ms:g}": peak_to_mean(read, began, ended, ms / 1e3) for ms in WINDOWS_MS}
     return steps[WARM_UP:], peaks
 
 

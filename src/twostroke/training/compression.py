@@ -11,7 +11,6 @@ is that of the rank that made it, whose own part went into the sum unrounded. So
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from twostroke.core.compressions import BLOCK, Compression, factored_elements
 from twostroke.core.errors import CorruptFileError
-from twostroke.training.exchanges import SENT, Exchange, Sending, gather_into, wait_for
-from twostroke.training.ranks import Ranks, buckets
+from twostroke.training.exchanges import Exchange, Sending, gather_into, wait_for
+from twostroke.training.ranks import Ranks, named_buckets
 from twostroke.training.tree_sums import tree_sum
 from twostroke.training.whole import ReplicasPart
 
@@ -134,9 +133,8 @@ class CodedSums(CompressedSums):
 
     @torch.no_grad()
     def sum(self, tensors: Mapping[str, Tensor]) -> None:
-        in_order = iter(tensors)
-        for bucket in buckets(list(tensors.values())):
-            wait_for(self.summing({name: tensors[name] for name in itertools.islice(in_order, len(bucket))}))
+        for bucket in named_buckets(tensors):
+            wait_for(self.summing(bucket))
 
     def summing(self, bucket: Mapping[str, Tensor]) -> Exchange:
         """Replaces the tensors of ``bucket`` (fp32) by what their sums over replicas come to."""
@@ -157,8 +155,7 @@ class CodedSums(CompressedSums):
         answer = encoded(mine[None], self._way)
         answers = answer.new_empty(n, answer.shape[1])
         if n > 1:
-            SENT["data"] += (n - 1) * answer.numel()
-            yield gather_into(answers, answer, ranks.group("replica"))
+            yield gather_into(answers, answer, ranks.group("replica"), "data")
         else:
             answers.copy_(answer)
         summed = decoded(answers, self._way)

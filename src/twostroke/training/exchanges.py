@@ -53,22 +53,25 @@ def all_to_all(
     if sent.device.type != "cpu":
         work: dist.Work = dist.all_to_all_single(came, sent, n_came, n_sent, group=group, async_op=True)
         return work
-    n, own = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
     parts = sent.flatten().chunk(n) if n_sent is None else sent.split(list(n_sent))
     places = came.flatten().chunk(n) if n_came is None else came.split(list(n_came))
-    return _begun(places, parts, group, own, n)
+    return _begun(places, parts, group)
 
 
-def gather_into(found: Tensor, own: Tensor, group: Any) -> dist.Work:
-    """Begin to fill ``found`` with ``own`` of each rank of ``group``, in their order."""
+def gather_into(found: Tensor, own: Tensor, group: Any, kind: str | None) -> dist.Work:
+    """Begin to fill ``found`` with ``own`` of each rank of ``group``, in their order, counted as ``kind`` if that is given."""
+    n = dist.get_world_size(group)
+    if kind is not None:
+        SENT[kind] += (n - 1) * own.numel() * own.element_size()
     if own.device.type != "cpu":
         work: dist.Work = all_gather(found.view(-1), own.flatten(), group=group, async_op=True)
         return work
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    return _begun(list(found.view(n, -1)), [own.flatten()] * n, group, rank, n)
+    return _begun(list(found.view(n, -1)), [own.flatten()] * n, group)
 
 
-def _begun(places: Sequence[Tensor], parts: Sequence[Tensor], group: Any, own: int, n: int) -> dist.Work:
+def _begun(places: Sequence[Tensor], parts: Sequence[Tensor], group: Any) -> dist.Work:
+    n, own = len(parts), dist.get_rank(group)
     here, there = parts[own], places[own]
     if (here.untyped_storage()._cdata, here.storage_offset()) != (there.untyped_storage()._cdata, there.storage_offset()):
         there.copy_(here)
@@ -98,9 +101,7 @@ def gathered(own: Tensor, group: Any, kind: str | None = None) -> Tensor:
     """(ranks, n): ``own`` of each rank of ``group``, of equal length, counted as ``kind`` if that is given."""
     n = dist.get_world_size(group)
     found = torch.empty(n * own.numel(), dtype=own.dtype, device=own.device)
-    gather_into(found, own.contiguous(), group).wait()
-    if kind is not None:
-        SENT[kind] += (n - 1) * own.numel() * own.element_size()
+    gather_into(found, own, group, kind).wait()
     return found.view(n, -1)
 
 

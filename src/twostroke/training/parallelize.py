@@ -63,7 +63,7 @@ class OrderedReduceScatter:
     nothing back: that would take a whole gradient of memory on each rank, which sharding saves.
 
     On a CPU, where FSDP2 has no streams, what it returns is not there yet: the exchange goes on beside the backward pass of the
-    next unit, ``under_way``, and whoever reads the gradients waits for it.
+    next unit. The gradients must not be read before ``under_way`` has finished.
     """
 
     def __init__(self, wire: torch.dtype, ranks: Ranks, under_way: UnderWay) -> None:
@@ -110,8 +110,7 @@ class CountedAllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-        SENT["data"] += (dist.get_world_size(group) - 1) * input_tensor.numel() * input_tensor.element_size()
-        work = gather_into(output_tensor, input_tensor, group)
+        work = gather_into(output_tensor, input_tensor, group, "data")
         if async_op:
             return work
         work.wait()
@@ -187,15 +186,14 @@ def shard_decoder(decoder: Decoder, ranks: Ranks, dtype: torch.dtype, under_way:
             module.set_reshard_after_backward(not stays, recurse=False)
             if not torch.cuda.is_available():  # else gathers have a stream
                 module._set_unshard_async_op(True)
-    root: Any = decoder
     # Torch would guess by the order of forward passes, which several micro-batches under way do not keep.
     for chunk in [[decoder], *blocks]:
         for before, unit in zip((chunk[0], *chunk), chunk, strict=False):
             unit.set_modules_to_backward_prefetch([before])
             before.set_modules_to_forward_prefetch([unit])
     if is_whole:
+        root: Any = decoder
         root.set_modules_to_forward_prefetch([blocks[0][0]])
-        root.set_modules_to_backward_prefetch([blocks[0][-1]])
     register_fsdp_forward_method(decoder, "stage")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -376,8 +377,7 @@ def _summing_in_order(bucket: Sequence[Tensor], group: Any, kind: str, wire: tor
     mine = tree_sum([pieces[rank] for rank in order]).to(dtype, copy=True)  # of fp32 a piece of what has come
     del pieces
     whole = mine.new_empty(n * own)
-    SENT[kind] += (n - 1) * mine.numel() * mine.element_size()
-    yield gather_into(whole, mine, group)
+    yield gather_into(whole, mine, group, kind)
     _split(whole[:n_elements], bucket)
 
 
@@ -400,6 +400,13 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
+
+
+def named_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """``buckets`` of ``tensors`` with their names."""
+    in_order = iter(tensors.items())
+    for bucket in buckets(list(tensors.values())):
+        yield dict(itertools.islice(in_order, len(bucket)))
 
 
 def _split(flat: Tensor, tensors: Sequence[Tensor]) -> None:

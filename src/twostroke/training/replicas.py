@@ -9,7 +9,6 @@ sums at the end.
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from twostroke.training.compression import CodedSums
 from twostroke.training.exchanges import Exchange, UnderWay
 from twostroke.training.ranked_masters import SummedMasters
-from twostroke.training.ranks import Ranks, buckets
+from twostroke.training.ranks import Ranks, named_buckets
 
 
 class ReplicatedMasters(SummedMasters):
@@ -25,9 +24,8 @@ class ReplicatedMasters(SummedMasters):
 
     def __init__(self, decoder: nn.Module, dtype: torch.dtype, stored: torch.dtype, ranks: Ranks) -> None:
         super().__init__(decoder, dtype, stored, ranks)
-        in_order = reversed(self.weights)
-        filled = [len(bucket) for bucket in buckets([self.gradients[name] for name in reversed(self.weights)])]
-        self._sum_up([list(itertools.islice(in_order, n)) for n in filled])
+        from_the_last = {name: self.gradients[name] for name in reversed(self.weights)}
+        self._sum_up([list(bucket) for bucket in named_buckets(from_the_last)])
         self._lacking: list[set[str]] = []
         """Of each bucket the gradients that the pass has not left yet."""
         self._taken_in = 0

@@ -132,8 +132,7 @@ def _group(name: str) -> Any:
 def _gather(x: Tensor, group: str, n: int) -> Tensor:
     gathered = x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])
     found = gathered if len(x) == 1 else x.new_empty(n, *x.shape)  # of one row ranks' parts are in their order
-    gather_into(found.view(-1), x.contiguous(), _group(group)).wait()
-    SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
+    gather_into(found.view(-1), x, _group(group), "tensor").wait()
     return gathered if len(x) == 1 else gathered.copy_(found.transpose(0, 1).reshape(gathered.shape))
 
 
@@ -160,8 +159,7 @@ def _(x: Tensor, group: str, n: int) -> Tensor:
 @torch.library.custom_op("twostroke::over_ranks", mutates_args=())
 def _over_ranks(x: Tensor, group: str, n: int) -> Tensor:
     found = torch.empty(n * x.numel(), dtype=x.dtype, device=x.device)
-    gather_into(found, x.contiguous(), _group(group)).wait()
-    SENT["tensor"] += (n - 1) * x.numel() * x.element_size()
+    gather_into(found, x, _group(group), "tensor").wait()
     return found.view(n, *x.shape)
 
 

@@ -18,7 +18,6 @@ Checkpoints hold W beside the optimizer's state, and a resume goes on from it (t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from twostroke.training.compression import decoded, encoded
 from twostroke.training.exchanges import gathered
 from twostroke.training.parallelize import drop_gathered, gather_weights
 from twostroke.training.ranked_masters import OPTIMIZER, ShardedMasters
-from twostroke.training.ranks import Ranks, buckets
+from twostroke.training.ranks import Ranks, named_buckets
 from twostroke.training.whole import Whole
 
 HELD = "held::"
@@ -61,9 +60,8 @@ class DifferenceMasters(ShardedMasters):
     @torch.no_grad()
     def took_step(self) -> None:
         self._differ = True
-        names = iter(self.weights)
-        for bucket in buckets([self.held(name) for name in self.weights]):
-            self._send_differences(list(itertools.islice(names, len(bucket))))
+        for bucket in named_buckets({name: self.held(name) for name in self.weights}):
+            self._send_differences(list(bucket))
 
     def _send_differences(self, names: Sequence[str]) -> None:
         """Bring what all ranks hold of the masters ``names`` up to date, in one message of each."""
