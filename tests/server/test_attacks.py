@@ -26,12 +26,14 @@ from serving import Served, echo_server, held, is_open, metric, until
 from twostroke.server.gate import OPEN_ROUTES
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": "the fox", "max_tokens": 4}
+HOLD = "hold"
 BOTH = pytest.mark.parametrize("options", [[], ["--plain"]], ids=["httptools", "h11"])
 
 
 @pytest.fixture(scope="module", params=[[], ["--plain"]], ids=["httptools", "h11"])
 def served(request: pytest.FixtureRequest, echo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with echo_server(echo_model, tmp_path_factory.mktemp("attacked"), request.param) as server:
+    home = tmp_path_factory.mktemp("attacked")
+    with echo_server(echo_model, home, [*request.param, f"--engine=--hold={home / HOLD}"]) as server:
         yield server
 
 
@@ -93,21 +95,22 @@ def test_log_probabilities_of_a_whole_answer_are_limited_and_a_streams_are_not(w
 
 def test_answers_of_clients_that_go_away_free_their_pages(served: Served, web: httpx.Client) -> None:
     body = BODY | {"prompt": [35], "max_tokens": 4000}
-    with (
-        silent_connections(served.url, 30, post(body | {"n": 2})),
-        silent_connections(served.url, 30, post(body | {"n": 2, "stream": True})),
-    ):
-        until(lambda: metric(web, "twostroke_requests_running") == 120, within_s=150)
-    until(lambda: metric(web, "twostroke_requests_running") == 0)
-    until(lambda: metric(web, "twostroke_kv_pages_used") == 0)
-    until(lambda: metric(web, "twostroke_http_requests_active") == 0)
+    with held(served.stderr.with_name(HOLD)):  # no answer ends by itself, however slowly the others come
+        with (
+            silent_connections(served.url, 30, post(body | {"n": 2})),
+            silent_connections(served.url, 30, post(body | {"n": 2, "stream": True})),
+        ):
+            until(lambda: metric(web, "twostroke_requests_running") == 120, within_s=150)
+        until(lambda: metric(web, "twostroke_requests_running") == 0)
+        until(lambda: metric(web, "twostroke_kv_pages_used") == 0)
+        until(lambda: metric(web, "twostroke_http_requests_active") == 0)
 
 
 @BOTH
 def test_the_end_finishes_streams_and_waits_for_no_idle_connection(
     echo_model: Path, tmp_path: Path, options: list[str]
 ) -> None:
-    hold = tmp_path / "hold"
+    hold = tmp_path / HOLD
     with echo_server(echo_model, tmp_path, [*options, f"--engine=--hold={hold}"]) as server, ThreadPoolExecutor(60) as pool:
         body = BODY | {"prompt": [35], "max_tokens": 100, "stream": True}
 
