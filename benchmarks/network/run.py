@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -13,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import recorded
 from rank_processes import answers
 
+from twostroke.core.policy import BURST_WINDOWS_MS
 from twostroke.core.recipe import TrainRecipe, recipe_from_dict
 from twostroke.core.spec import ModelSpec
 from twostroke.data.prepare import prepare
+from twostroke.planner.hardware.device import Link
 from twostroke.planner.hardware.tables import load_hardware
 from twostroke.planner.training.layout import layout_of
 from twostroke.planner.training.plan import plan_training
 from twostroke.planner.training.shape import TrainingShape
-from twostroke.training.measurement import StepRecord
+from twostroke.training.bursts import Samples, most_sent
+from twostroke.training.measurement import PEAKS, StepRecord, medians
+from twostroke.training.parallelize import pick_device
 from twostroke.training.ranks import joined
-from twostroke.training.start import train
+from twostroke.training.start import hardware_of, train
 
 RANKS = 2
-WINDOWS_MS = (5.0, 50.0)
 SAMPLES_S = 0.001
 WARM_UP = 2
 STEPS = 8
@@ -43,6 +47,12 @@ NAMES = ("twostroke-rank-0", "twostroke-rank-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 DEVICE = "veth"
 PORT = 29517
+
+PACE = "pace"
+"""Share of the link's rate that ``pace_mbit`` is."""
+
+FRAME, PAYLOAD, ALPHA_S = 1514, 1448, 50e-6
+"""Bytes of a full Ethernet frame and of TCP's payload in it, and a message's seconds before its first byte."""
 
 ALONE = "computing alone"
 """Replicas that exchange nothing before the last step: what a step takes without traffic."""
@@ -57,12 +67,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-2, exact": {"data": 1, "shard": RANKS, "zero": 2},
     "DiLoCo, 8 steps": {"exact": False, "outer_every": STEPS},
     "streaming, 2 fragments": {"exact": False, "outer_every": STEPS, "fragments": 2},
+    "DiLoCo, int4": {"exact": False, "outer_every": STEPS, "compress": "int4"},
     "streaming, int4": {"exact": False, "outer_every": STEPS, "fragments": 2, "compress": "int4"},
+    "fp32, exact, half pace": {PACE: 0.5},
+    "ZeRO-3, exact, half pace": {"data": 1, "shard": RANKS, PACE: 0.5},
 }
 
 
-def recipe_of(folder: Path, parallel: dict[str, Any], tokens: int = 128) -> TrainRecipe:
+def recipe_of(folder: Path, parallel: dict[str, Any], tokens: int = 128, mbit_per_s: float = 0.0) -> TrainRecipe:
     """12.2M parameters: 6 × 384, vocabulary 4,096; two micro-batches of ``tokens`` a rank, so that sums are in fp32."""
+    if PACE in parallel:
+        parallel = {key: value for key, value in parallel.items() if key != PACE} | {"pace_mbit": parallel[PACE] * mbit_per_s}
     return recipe_from_dict(
         {
             "output": str(folder),
@@ -110,7 +125,7 @@ def linked(mbit_per_s: float) -> Iterator[None]:
                     "rate",
                     rate,
                     "burst",
-                    "256kb",
+                    "64kb",  # the largest packet that the system hands over: short windows hold little more than the rate
                     "latency",
                     "50ms",
                 )
@@ -144,25 +159,23 @@ def sample(file: Path) -> None:
     file.write_text(json.dumps(found))
 
 
-def peak_to_mean(samples: Sequence[tuple[float, int]], began: float, ended: float, window_s: float) -> float:
-    """The most bytes in any window over those in a mean one, between two times."""
-    times = [at for at, _ in samples]
-
-    def sent_until(at: float) -> float:
-        after = min(max(bisect_right(times, at), 1), len(samples) - 1)
-        (t0, sent0), (t1, sent1) = samples[after - 1], samples[after]
-        return sent0 + (sent1 - sent0) * min(max((at - t0) / (t1 - t0), 0.0), 1.0)
-
-    edges = [at for at in times if began <= at <= ended - window_s]
-    most = max(sent_until(at + window_s) - sent_until(at) for at in edges)
-    return most / ((sent_until(ended) - sent_until(began)) / (ended - began) * window_s)
+def peaks_of(samples: Samples, steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """By window in ms, the median over ``steps`` that send of the most that is sent in one."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        inside = [(at, sent) for at, sent in samples if step["ended_at"] - step["step_time_s"] <= at <= step["ended_at"]]
+        for ms in BURST_WINDOWS_MS if step["sent_bytes"] else ():
+            found.setdefault(str(ms), []).append(most_sent(inside, ms / 1e3))
+    return {ms: statistics.median(most) for ms, most in found.items()}
 
 
-def measured(folder: Path, way: str, linked_by: str | None, tokens: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+def measured(
+    folder: Path, way: str, linked_by: str | None, case: dict[str, Any]
+) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Of each step after the warm-up: bytes on the wire of the first rank (nan on loopback), counted bytes, and seconds. By
-    window, how many times the mean the most in a window is."""
+    window, the most bytes on the wire in one."""
     recipe = folder / "way.json"
-    recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way], "tokens": tokens}))
+    recipe.write_text(json.dumps({"output": str(folder / way.replace(" ", "-")), "parallel": WAYS[way]} | case))
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": linked_by or "lo", "TWOSTROKE_HOME": str(folder / "home")}
     words = [sys.executable, __file__, "--as-rank", str(recipe)]
     commands = [[*(["ip", "netns", "exec", name] if linked_by else []), *words] for name in NAMES]
@@ -172,8 +185,7 @@ def measured(folder: Path, way: str, linked_by: str | None, tokens: int) -> tupl
     steps: list[dict[str, float]] = json.loads(said[0].splitlines()[-1])
     peaks: dict[str, float] = {}
     if linked_by and way != ALONE:
-        read, began, ended = json.loads(samples.read_text()), steps[WARM_UP - 1]["ended_at"], steps[-1]["ended_at"]
-        peaks = {f"{ms:g}": peak_to_mean(read, began, ended, ms / 1e3) for ms in WINDOWS_MS}
+        peaks = peaks_of(json.loads(samples.read_text()), steps[WARM_UP:])
     return steps[WARM_UP:], peaks
 
 
@@ -192,25 +204,36 @@ def as_rank(file: Path) -> None:
         last[0] = now
 
     with joined() as ranks:
-        train(recipe_of(Path(table["output"]), table["parallel"], table["tokens"]), ranks=ranks, on_step=after)
+        recipe = recipe_of(Path(table["output"]), table["parallel"], table["tokens"], table["mbit_per_s"])
+        train(recipe, ranks=ranks, on_step=after)
     print(json.dumps(steps))
 
 
-def planned_bytes(recipe: TrainRecipe, spec: ModelSpec) -> float:
-    """Bytes that a rank sends in a step; of any machine, because they do not depend on it."""
-    shape = TrainingShape.from_recipe(recipe)
-    plan = plan_training(spec, shape, load_hardware("h100-sxm", "train"), layout_of(recipe.parallel, spec))
-    return sum(traffic.sent_bytes for traffic in plan.traffic)
+def planned(recipe: TrainRecipe, spec: ModelSpec, mbit_per_s: float) -> dict[str, float]:
+    """What a plan says of a step: bytes, of any machine, because they do not depend on it; and where this one is calibrated
+    seconds and the most bytes in a window, over a link of the given rate."""
+    shape, layout = TrainingShape.from_recipe(recipe), layout_of(recipe.parallel, spec, RANKS)
+    hardware, _ = hardware_of(pick_device())
+    names = ["sent_bytes_per_step"]
+    if hardware is None:
+        hardware = load_hardware("h100-sxm", "train")
+    else:
+        link = Link(ALPHA_S, mbit_per_s * 1e6 / 8 * PAYLOAD / FRAME, "measured", "the shaped link")
+        hardware = replace(hardware, link=link, network=link)
+        names += ["step_time_s", *PEAKS]
+    prediction = plan_training(spec, shape, hardware, layout).prediction()
+    return {name: float(prediction[name]) for name in names}
 
 
-def row_of(folder: Path, way: str, linked_by: str | None, tokens: int) -> dict[str, Any]:
-    steps, peaks = measured(folder, way, linked_by, tokens)
+def row_of(folder: Path, way: str, linked_by: str | None, case: dict[str, Any]) -> dict[str, Any]:
+    steps, peaks = measured(folder, way, linked_by, case)
     run = folder / way.replace(" ", "-")
     spec = ModelSpec.from_dict(json.loads((run / "recipe.json").read_text())["resolved"]["spec"])
     mean = {name: statistics.fmean(step[name] for step in steps) for name in ("wire_bytes", "sent_bytes", "step_time_s")}
-    losses = [json.loads(line)["loss"] for line in (run / "log.jsonl").read_text().splitlines()]
-    planned = planned_bytes(recipe_of(run, WAYS[way], tokens), spec)
-    return {"way": way, "planned_bytes": planned, "last_loss": losses[-1], "peaks": peaks} | mean
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    own = medians([line for line in lines[WARM_UP:] if line["sent_bytes"]], PEAKS)
+    plan = planned(recipe_of(run, WAYS[way], **case), spec, case["mbit_per_s"])
+    return {"way": way, "planned": plan, "last_loss": lines[-1]["loss"], "peaks": peaks, "peaks_in_the_log": own} | mean
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -220,23 +243,35 @@ def summary(results: dict[str, Any]) -> str:
         alone = next((r["step_time_s"] for r in rows if r["way"] == ALONE), None)
         lines += ["", f"{rate:g} Mbit/s, two micro-batches of {case['tokens']} tokens a rank"]
         lines[-1] += ":" if alone is None else f", of which a step alone takes {alone:.3f} s:"
-        windows = " | ".join(f"peak ÷ mean, {ms:g} ms" for ms in WINDOWS_MS)
-        lines += [
-            "",
-            "| way | planned MB a step | counted | on the wire | wire ÷ plan | link alone s | step s | ÷ the longer "
-            f"| {windows} |",
-            "|---|---|---|---|---|---|---|---|" + "---|" * len(WINDOWS_MS),
+        peaks = [f"{what}peak ÷ mean, {ms} ms" for ms in BURST_WINDOWS_MS for what in ("", "planned ", "in the log: ")]
+        head = [
+            "way",
+            "planned MB a step",
+            "counted",
+            "on the wire",
+            "wire ÷ plan",
+            "link alone s",
+            "step s",
+            "planned s",
+            "÷ the longer",
         ]
-        for r in rows:
-            if r["way"] == ALONE:
-                continue
-            link_s = r["planned_bytes"] / (rate * 1e6 / 8)
-            over = "" if alone is None else f"{r['step_time_s'] / max(link_s, alone):.2f}"
-            peaks = " | ".join(f"{peak:.1f}" for peak in r["peaks"].values()) or " | "
-            lines.append(
-                f"| {r['way']} | {r['planned_bytes'] / 1e6:.2f} | {r['sent_bytes'] / 1e6:.2f} | {r['wire_bytes'] / 1e6:.2f} "
-                f"| {r['wire_bytes'] / r['planned_bytes']:.4f} | {link_s:.3f} | {r['step_time_s']:.3f} | {over} | {peaks} |"
-            )
+        lines += ["", f"| {' | '.join([*head, *peaks])} |", "|" + "---|" * (len(head) + len(peaks))]
+        for r in (r for r in rows if r["way"] != ALONE):
+            plan, step_s = r["planned"], r["step_time_s"]
+            sent, planned_s = plan["sent_bytes_per_step"], plan.get("step_time_s", math.nan)
+            link_s = sent / (rate * 1e6 / 8)
+            cells = [f"{n_bytes / 1e6:.2f}" for n_bytes in (sent, r["sent_bytes"], r["wire_bytes"])]
+            cells += [f"{r['wire_bytes'] / sent:.4f}", f"{link_s:.3f}", f"{step_s:.3f}", f"{planned_s:.3f}"]
+            cells.append("" if alone is None else f"{step_s / max(link_s, alone):.2f}")
+            for ms, name in zip(BURST_WINDOWS_MS, PEAKS, strict=True):
+                window_s = ms / 1e3
+                for most, mean in (
+                    (r["peaks"].get(str(ms), math.nan), r["wire_bytes"] / step_s),
+                    (plan.get(name, math.nan), sent / planned_s),
+                    (r["peaks_in_the_log"].get(name, math.nan), r["sent_bytes"] / step_s),
+                ):
+                    cells.append(f"{most / window_s / mean:.2f}")
+            lines.append(f"| {r['way']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -268,8 +303,8 @@ def main() -> None:
                 each = folder / f"{rate:g}-{tokens}"
                 each.mkdir()
                 linked_by = None if arguments.loopback else DEVICE
-                rows = [row_of(each, way, linked_by, tokens) for way in arguments.ways]
-                cases.append({"mbit_per_s": rate, "tokens": tokens, "rows": rows})
+                case = {"mbit_per_s": rate, "tokens": tokens}
+                cases.append(case | {"rows": [row_of(each, way, linked_by, case) for way in arguments.ways]})
     results = conditions | {
         "link": "loopback, nothing shaped" if arguments.loopback else "two network namespaces, veth, tbf",
         "ways": WAYS,

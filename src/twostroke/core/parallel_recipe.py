@@ -39,6 +39,9 @@ class ParallelRecipe:
     replica then keeps ``outer_mixing`` of its own weights. All three change the result with the number of ranks, so they need
     ``exact`` = False.
 
+    ``pace_mbit`` is the most that a rank on a CPU sends a second, in millions of bits, 0 without a limit: below the link's rate
+    it makes bursts flatter, which others on the link feel, and changes no bit.
+
     ``layout`` = "auto" leaves ``data``, ``zero``, ``interleave`` and all cuts to the planner (``planner.choosing.layouts``), by
     the ranks that are started.
     """
@@ -59,6 +62,7 @@ class ParallelRecipe:
     fragments: int = 1
     outer_overlap: int = 0
     outer_mixing: float = 0.5
+    pace_mbit: float = 0.0
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -89,6 +93,7 @@ class ParallelRecipe:
         if self.compress_weights != "none":
             self._check_compress_weights()
         self._check_outer()
+        self._check_pace()
 
     def _check_compress(self) -> None:
         if self.compress not in COMPRESSIONS:
@@ -179,6 +184,16 @@ class ParallelRecipe:
             raise ConfigError(
                 f"parallel.outer_every={self.outer_every} keeps a whole model on each rank, and parallel.{self._shared} cuts "
                 "it. Use parallel.data alone."
+            )
+
+    def _check_pace(self) -> None:
+        if not 0 <= self.pace_mbit < float("inf"):
+            raise ConfigError(f"parallel.pace_mbit={self.pace_mbit} must be at least 0, which sets no limit, and finite.")
+        if self.pace_mbit and (self.is_auto or self.of_a_replica > self.shard):
+            cut = 'layout="auto" may choose' if self.is_auto else f"{self._shared} has"
+            raise ConfigError(
+                f"parallel.pace_mbit={self.pace_mbit:g} slows what ranks send, and parallel.{cut} cuts whose traffic is waited "
+                "for at once. Use it with parallel.data and parallel.shard, whose traffic goes on beside computing."
             )
 
     @property

@@ -58,6 +58,9 @@ def layers_of(chunk: int, n_chunks: int, n_layers: int) -> range:
 BUCKET_BYTES = 4 * 2**20
 """Gradients that ranks exchange at once: tensors follow one another until they are as many bytes."""
 
+BURST_WINDOWS_MS = (5, 50)
+"""Windows of which the one that a rank sends most in is measured and planned."""
+
 OFFLOAD_BLOCK = 2**21
 """Parameters that are updated at once when the optimizer's state is on disk: 16 MiB of AdamW's moments, of which a block is
 updated while the one before is written and the next is read. A multiple of the pieces that updates are rounded in."""

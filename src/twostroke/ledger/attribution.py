@@ -59,6 +59,7 @@ IDENTITIES = (
         (("forward_s", _once), ("backward_s", _once), ("optimizer_s", _once), ("data_s", _once)),
         "between the passes",
     ),
+    Identity("step_time_s", (("computing_s", _once), ("wire_s", _once), ("waiting_s", _once)), "medians of different steps"),
     Identity(
         "peak_memory_bytes",
         (

@@ -19,16 +19,20 @@ from twostroke.ledger.store import Ledger, Run
 from twostroke.ledger.text import format_error, format_inside, format_interval, format_value
 from twostroke.report.growing_files import GrowingRecords, NewestRecords, read_object, stamp
 from twostroke.report.thinned_series import ThinnedSeries
-from twostroke.training.measurement import StepRecord
+from twostroke.training.measurement import OVER_RANKS, PEAKS, StepRecord
 
 COLUMNS = (
     "step", "loss", "grad_norm", "learning_rate", "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s",
-    "forward_s", "backward_s", "optimizer_s", "data_s", "data_wait_share", "elapsed_s",
+    "forward_s", "backward_s", "optimizer_s", "data_s", "data_wait_share", "elapsed_s", "sent_bytes", *PEAKS, *OVER_RANKS,
 )  # fmt: skip
 """The numbers of a log line that the page draws over the steps."""
 
-_NOT_SCORES = frozenset({*(field.name for field in fields(StepRecord)), "data_wait_share", "straggler_ratio"})
+_NOT_SCORES = frozenset(
+    {*(field.name for field in fields(StepRecord)), "data_wait_share", "straggler_ratio", *PEAKS, *OVER_RANKS}
+)
 """What a step measures of itself. Other numbers of a line are scores of held-out text."""
+
+_NOT_MEASURED = ("step", "loss", "grad_norm", "learning_rate", "elapsed_s", "memory_bytes", "sent_bytes", *PEAKS)
 
 MOST_POINTS = 2000
 MOST_STRIP_POINTS = 300
@@ -271,12 +275,13 @@ class RunReader:
         return step_time * (steps - step)
 
     def _measured(self) -> dict[str, float]:
-        """Measurements so far under the prediction's names: medians of steps after the warm-up, and the expected total time."""
+        """Measurements so far under the prediction's names: medians of steps after the warm-up, and the expected total time.
+        What ranks send is left to the ledger, because some send in few of their steps."""
         series = self._steady if len(self._steady) else self._points
         measured: dict[str, float] = {}
         for place, name in enumerate(COLUMNS):
             values = [value for value in series.column(place) if value is not None]
-            if values and name not in ("step", "loss", "grad_norm", "learning_rate", "elapsed_s", "memory_bytes"):
+            if values and name not in _NOT_MEASURED:
                 measured[name] = statistics.median(values)
         peaks = [value for value in self._points.column(COLUMNS.index("peak_memory_bytes")) if value is not None]
         if peaks:
@@ -336,11 +341,15 @@ def _anomaly_text(anomaly: Mapping[str, Any]) -> str:
 
 
 def _strips_of(line: dict[str, Any]) -> Iterator[tuple[str, list[str], list[float | None]]]:
-    """(name, parts of the model, a value for each part) of the values by part in a log line."""
+    """(name, parts of the model or ranks, a value for each) of the values by part or rank in a log line."""
     for name in ("block_grad_norms", "update_ratios"):
         table = line.get(name)
         if isinstance(table, dict) and table:
             yield name, list(table), [_number(value) for value in table.values()]
+    for name in ("rank_compute_s", "rank_waiting_s"):
+        by_rank = line.get(name)
+        if isinstance(by_rank, list):
+            yield name, [f"rank {rank}" for rank in range(len(by_rank))], [_number(value) for value in by_rank]
     activations = line.get("activations")
     if isinstance(activations, dict):
         for name, values in activations.items():

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twostroke.training.bursts import BURSTS
+
 SENT: Counter[str] = Counter()
 """Bytes of gradients, weights and activations that this process sent to other ranks, by the kind of parallelism."""
 
@@ -77,6 +79,7 @@ def _begun(places: Sequence[Tensor], parts: Sequence[Tensor], group: Any) -> dis
         there.copy_(here)
     tag = _FIRST_TAG + _numbers[group.group_name] % _N_TAGS
     _numbers[group.group_name] += 1
+    BURSTS.begin()
     others = [(own + apart) % n for apart in range(1, n)]
     works = [group.recv([places[rank]], rank, tag) for rank in reversed(others) if places[rank].numel()]
     works += [group.send([parts[rank]], rank, tag) for rank in others if parts[rank].numel()]

@@ -18,7 +18,7 @@ from twostroke.training.build import save
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.conversations import write_chat_template
 from twostroke.training.environment import environment, weights_sha256
-from twostroke.training.measurement import directory_bytes, medians
+from twostroke.training.measurement import OVER_RANKS, PEAKS, directory_bytes, medians
 from twostroke.training.run import RunInputs, RunState
 from twostroke.training.run_directory import RunDirectory, read_summary, write_json
 from twostroke.training.scratch import ScratchError
@@ -135,6 +135,7 @@ def step_measurement(run: RunState) -> dict[str, Any]:
     measured["train_time_s"] = run.elapsed_s() if run.train_time_s is None else run.train_time_s
     if run.inputs.ranks.n > 1:
         measured["sent_bytes_per_step"] = statistics.fmean(r.get("sent_bytes", 0) for r in records)
+        measured |= medians(records, OVER_RANKS) | medians([r for r in records if r.get("sent_bytes")], PEAKS)
     measured["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in records)
     if run.startup_s is not None:
         measured["startup_s"] = run.startup_s

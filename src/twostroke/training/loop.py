@@ -22,6 +22,7 @@ from twostroke.data.shards import PreparedData
 from twostroke.model.decoder import Decoder
 from twostroke.training.anomalies import anchor_every
 from twostroke.training.build import build, capture, random_states, restore_random, save
+from twostroke.training.bursts import BURSTS
 from twostroke.training.checkpoint import CheckpointError
 from twostroke.training.clock import StepClock
 from twostroke.training.compiled_before import mark_of, note_compiled
@@ -189,6 +190,7 @@ class _Loop:
             clock.start()
             if not sends_between_steps:
                 sent_before = SENT.total()
+                BURSTS.peaks()  # of what was sent since the last step
             position = run.loader.state()  # an abandoned window is read again from here, and an anomaly's text is named by it
             batches = [run.loader.next_batch() for _ in range(settings.grad_accumulation // run.inputs.ranks.n_readers)]
             clock.lap("data")
@@ -216,7 +218,7 @@ class _Loop:
             rate, sent_bytes = settings.learning_rate * factor, SENT.total() - sent_before
             sent_before += sent_bytes
             record = self._record(result, rate, n_tokens, sent_bytes, step_time_s, parts, first_step)
-            line = plain(record) | times.after_step(step_time_s, record.warm_up)
+            line = plain(record) | BURSTS.peaks() | times.after_step(step_time_s, record.warm_up)
             line |= self.observers.after_step(run, record)
             if self.evaluate is not None and settings.evaluate_every and run.step % settings.evaluate_every == 0:
                 # Ranks that hold parts of the model compute together.

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from twostroke.core.described import As
+from twostroke.core.policy import BURST_WINDOWS_MS
 
 PARTS = ("forward_s", "backward_s", "optimizer_s", "data_s")
+
+OVER_RANKS = ("computing_s", "wire_s", "waiting_s")
+"""The parts of a step over several ranks (``training.stragglers``)."""
+
+PEAKS = tuple(f"peak_sent_{ms}ms_bytes" for ms in BURST_WINDOWS_MS)
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,12 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Median ``step_time_s`` and parts over the logged steps, without warm-up and skipped steps unless there are no others."""
+def medians(records: Sequence[dict[str, Any]], names: Sequence[str] = ("step_time_s", *PARTS)) -> dict[str, float]:
+    """Medians of ``names``, by default ``step_time_s`` and its parts, over the logged steps that have them, without warm-up and
+    skipped steps unless there are no others."""
     steady = [r for r in records if not r.get("warm_up") and not r.get("skipped")] or list(records)
-    if not steady:
-        return {}
-    return {name: statistics.median(float(r[name]) for r in steady) for name in ("step_time_s", *PARTS)}
+    found = {name: [float(r[name]) for r in steady if name in r] for name in names}
+    return {name: statistics.median(values) for name, values in found.items() if values}
 
 
 def directory_bytes(directory: Path, pattern: str = "*") -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from twostroke.core.errors import InputError, TwostrokeError
 from twostroke.core.parallel_recipe import ParallelRecipe
 from twostroke.core.policy import BUCKET_BYTES
+from twostroke.training.bursts import BURSTS
 from twostroke.training.exchanges import SENT, Exchange, Sending, all_gather, gather_into, wait_for
 from twostroke.training.progress import Phase, Progress
 from twostroke.training.tree_sums import tree_sum
@@ -134,7 +135,12 @@ class Ranks:
         return [found for rank, found in enumerate(by_rank) if last.items() <= self._places(rank).items()]
 
     def lay_out(self, layout: ParallelRecipe) -> None:
-        """Use ``layout``, which ``ParallelRecipe.on`` has filled in."""
+        """Use ``layout``, which ``ParallelRecipe.on`` has filled in. Raises InputError if ranks here cannot hold its pace."""
+        if layout.pace_mbit and torch.cuda.is_available():
+            raise InputError(
+                f"parallel.pace_mbit={layout.pace_mbit:g} holds connections of ranks on CPUs to a rate, and ranks on GPUs talk "
+                "over NCCL. Leave it out."
+            )
         self.layout, self._groups, self._meshes = layout, {}, {}
 
     def group(self, *axes: str) -> Any:
@@ -146,7 +152,9 @@ class Ranks:
             for rank in range(self.n):
                 places = self._places(rank)
                 members.setdefault(tuple(places[axis] for axis in AXES if axis not in key), []).append(rank)
-            self._groups[key], _ = dist.new_subgroups_by_enumeration(list(members.values()), TIMEOUT)
+            is_watched = key and not torch.cuda.is_available()
+            with BURSTS.connecting(self.layout.pace_mbit * 1e6 / 8) if is_watched else contextlib.nullcontext():
+                self._groups[key], _ = dist.new_subgroups_by_enumeration(list(members.values()), TIMEOUT)
         return self._groups[key]
 
     def mesh(self, *axes: str) -> Any:
@@ -455,6 +463,7 @@ def joined(remedy: str = "Continue with --resume.") -> Iterator[Ranks]:
             raise
         raise RankLost(f"rank {rank} lost another one: {_first_line(error)}. {remedy}") from error
     finally:
+        BURSTS.close()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

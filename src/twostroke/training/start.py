@@ -78,8 +78,7 @@ def lay_out(recipe: TrainRecipe, ranks: Ranks | None, log: Log = _silent, beside
     if layout.is_auto:
         layout = ranks.led(lambda: _chosen(recipe, ranks, log))
     with ranks.agreed():
-        layout = layout.on(ranks.n, recipe.train.grad_accumulation)
-    ranks.lay_out(layout)
+        ranks.lay_out(layout.on(ranks.n, recipe.train.grad_accumulation))
     return ranks
 
 

@@ -37,8 +37,9 @@ class RankTimes:
         self._waited_s = self._ranks.progress.waited_s
 
     def after_step(self, step_s: float, warm_up: bool) -> dict[str, Any]:
-        """What a step of ``step_s`` adds to its line in the log: seconds by rank, and the longest computing over the median.
-        Nothing for one rank."""
+        """What a step of ``step_s`` adds to its line in the log: seconds by rank, the longest computing over the median, and
+        means over the ranks, which add up to the step: of computing, of waiting for the wire, which the rank does too that
+        the others wait for, and of waiting for others. Nothing for one rank."""
         if self._ranks.n == 1:
             return {}
         waited_s = self._ranks.progress.waited_s - self._waited_s
@@ -49,7 +50,11 @@ class RankTimes:
             self._step_s.append(step_s)
             if len(self._computed) == WINDOW and self._ranks.is_first:
                 self._name_straggler()
+        wire_s = min(waited)
         return {
+            "computing_s": rounded(statistics.fmean(computed)),
+            "wire_s": rounded(wire_s),
+            "waiting_s": rounded(statistics.fmean(waited) - wire_s),
             "rank_compute_s": list(map(rounded, computed)),
             "rank_waiting_s": list(map(rounded, waited)),
             "straggler_ratio": rounded(max(computed) / max(1e-9, statistics.median_low(computed))),

@@ -111,7 +111,7 @@ def how_text(plan: TrainingPlan) -> str:
     if n == 1:
         network = f"network   {format_bytes(plan.network_bytes_per_step)} of gradients a step, were there one more machine"
     else:
-        network = f"network   {format_bytes(plan.network_bytes_per_step)} sent by a {each} a step"
+        network = f"network   {format_bytes(plan.network_bytes_per_step)} sent by a {each} a step{burst_text(plan)}"
     step = (
         f"step      {format_seconds(plan.step_time_s)}: forward {format_seconds(plan.forward_s)}, backward "
         f"{format_seconds(plan.backward_s)}, optimizer {format_seconds(plan.optimizer_s)}, data {format_seconds(plan.data_s)}"
@@ -183,6 +183,15 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
         sent, times = format_bytes(t.sent_bytes), [format_seconds(t.seconds), format_seconds(t.exposed_s)]
         rows.append([f"{t.parallel} {t.n_ranks:,}", t.what, f"{t.bursts:,.0f}", sent, *times, t.overlap])
     return [with_wrapped_notes(rows, right=(2, 3, 4, 5), gap=" "), ""]
+
+
+def burst_text(plan: TrainingPlan) -> str:
+    """The busiest window of a step beside a mean one, where it is planned."""
+    most = plan.peak_sent_50ms_bytes
+    if most is None:
+        return ""
+    times = most / 0.05 / (plan.network_bytes_per_step / plan.step_time_s)
+    return f", of which {format_bytes(most)} in the busiest 50 ms, {times:.2g} times the mean"
 
 
 def link_line(plan: TrainingPlan) -> str:

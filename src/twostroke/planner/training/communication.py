@@ -41,6 +41,8 @@ class Traffic:
     exposed_s: Annotated[float, "s", "of it that `overlap` leaves on the critical path"]
     overlap: Annotated[str, "behind what the rest is hidden"]
     link_kind: Annotated[str, "measured, datasheet or assumed"]
+    apart_s: Annotated[float, "s", "from one burst to the next, where work between them takes longer than the wire"] = 0.0
+    in_a_row: Annotated[float, "bursts that follow each other so; 0: all of a step"] = 0.0
 
     def leaves(self, hidden_s: float, times: int) -> float:
         """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
@@ -257,6 +259,9 @@ def across_data(
     if part.trained_experts or part.frozen_expert_bytes:
         group = _Group.of(layout, hardware, layout.expert_data // n_copies, layout.expert_cut, " of experts")
         groups.append((group, part.trained_experts, part.frozen_expert_bytes, 0.0))
+    if shape.pace_mbit:
+        pace = letter("pace", shape.pace_mbit * 1e6 / 8)
+        groups = [(group.paced(pace), trained, frozen, outside) for group, trained, frozen, outside in groups]
     found = []
     for group, trained, frozen_bytes, outside in groups:
         if n_copies > 1:
@@ -275,6 +280,7 @@ def across_data(
         if layout.zero == 0 and shape.outer_every:
             every = letter("H", shape.outer_every)
             reduced = group.all_reduced(gradients, buckets, 0.0, 1 / every)
+            reduced = replace(reduced, in_a_row=buckets / shape.outer_fragments)
             if shape.outer_overlap and not hardware.accelerator:  # on a GPU it is queued between passes
                 beside = smallest(1.0 * shape.outer_overlap * shape.outer_fragments, every) / every
                 exposed = largest(0.0, reduced.seconds - beside * n_micro * (forward_s + backward_s))
@@ -336,6 +342,12 @@ class _Group:
         slows = letter("slows", COLLECTIVES_SLOW_BY) if hardware.accelerator else 0.0
         return cls(ranks, group_link(layout, hardware, ranks, stride), suffix, slows)
 
+    def paced(self, bytes_per_s: float) -> _Group:
+        """These ranks, where each sends so many bytes a second at most."""
+        if bytes_per_s >= self.link.effective_bytes_per_s:
+            return self
+        return replace(self, link=Link(self.link.alpha_s, bytes_per_s, "measured", "the recipe's pace"))
+
     def all_reduced(self, whole: float, bursts: float, hidden_s: float, times: float = 1) -> Traffic:
         once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
         sent = network.all_reduce_sent_bytes(whole, self.ranks)
@@ -380,4 +392,6 @@ class _Group:
             exposed_s=times * largest(once_s, bursts * once_s - hidden_s + self.slows * smallest(bursts * once_s, hidden_s)),
             overlap=f"behind {behind}, all but one burst",
             link_kind=self.link.kind,
+            apart_s=hidden_s / bursts,
+            in_a_row=bursts,
         )

@@ -19,6 +19,7 @@ from twostroke.planner.hardware.network import all_reduce_sent_bytes
 from twostroke.planner.hardware.present import present_notes
 from twostroke.planner.money.cost import Cost, cost_of
 from twostroke.planner.money.power import Busy, busy_of, mean_watts
+from twostroke.planner.training.bursts import most_sent_bytes
 from twostroke.planner.training.checkpointing import Resilience, resilience
 from twostroke.planner.training.communication import Traffic, across_data, shown_traffic, within_micro_batch
 from twostroke.planner.training.datasheet_rates import peak_type
@@ -80,6 +81,12 @@ class TrainingPrediction:
     backward_s: Annotated[float, "s", "of all backward passes of a step"]
     optimizer_s: Annotated[float, "s", "of the update"]
     data_s: Annotated[float, "s", "of reading a step's batch"]
+    computing_s: Annotated[float, "s", "of a step of several ranks, in which a rank computes", LeftOut]
+    wire_s: Annotated[float, "s", "of it, in which a rank waits for what travels", LeftOut]
+    waiting_s: Annotated[float, "s", "of it, in which a rank waits for others", LeftOut]
+    sent_bytes_per_step: Annotated[float, "bytes", "that a rank sends in a step, all collectives together", LeftOut]
+    peak_sent_5ms_bytes: Annotated[float, "bytes", "of them in the busiest 5 ms, of data parallelism on CPUs", LeftOut]
+    peak_sent_50ms_bytes: Annotated[float, "bytes", "of them in the busiest 50 ms, of data parallelism on CPUs", LeftOut]
     train_tok_per_s: Annotated[float, "tok/s", "of all devices"]
     mfu: Annotated[float, "share of peak, model FLOP"]
     peak_memory_bytes: Annotated[float, "bytes", "on the rank that holds most"]
@@ -183,12 +190,53 @@ class TrainingPlan:
         return named("communication_s", exposed, "s", "the parts that work does not hide", section="communication")
 
     @property
+    def computing_s(self) -> float | None:
+        """Seconds of a step that ranks compute; None for one."""
+        if self.layout.n_devices == 1:
+            return None
+        return named("computing_s", self._computing_s, "s", "passes, update and data, one after another")
+
+    @property
+    def _computing_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.data_s
+
+    @property
+    def wire_s(self) -> float | None:
+        return None if self.layout.n_devices == 1 else self.communication_s
+
+    @property
+    def waiting_s(self) -> float | None:
+        """Seconds of a step that stages wait for others; stragglers are not foreseen."""
+        return None if self.layout.n_devices == 1 else self.bubble_s
+
+    @property
+    def sent_bytes_per_step(self) -> float | None:
+        return None if self.layout.n_devices == 1 else self.network_bytes_per_step
+
+    @property
+    def peak_sent_5ms_bytes(self) -> float | None:
+        return self._peak_sent_bytes(5)
+
+    @property
+    def peak_sent_50ms_bytes(self) -> float | None:
+        return self._peak_sent_bytes(50)
+
+    def _peak_sent_bytes(self, window_ms: int) -> float | None:
+        """The most that a rank sends in a window; None of other cuts than replicas and shards, and on accelerators."""
+        is_data = all(one.parallel == "data" for one in self.traffic)
+        if not self.traffic or not is_data or self.hardware.accelerator is not None:
+            return None
+        most = most_sent_bytes(self.traffic, window_ms / 1e3)
+        return named(
+            f"peak_sent_{window_ms}ms_bytes", most, "bytes", "bursts and what is between them", section="communication"
+        )
+
+    @property
     def step_time_s(self) -> float:
         """forward + backward + optimizer + data, one after another, and over several devices exposed communication and the
         pipeline's bubble."""
-        compute = self.forward_s + self.backward_s + self.optimizer_s + self.data_s
         source = "one after another; what is hidden is left out"
-        return named("step_time_s", compute + self.communication_s + self.bubble_s, "s", source)
+        return named("step_time_s", self._computing_s + self.communication_s + self.bubble_s, "s", source)
 
     @property
     def tokens_per_step(self) -> Annotated[int, "tokens of one update"]:

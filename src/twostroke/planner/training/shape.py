@@ -73,6 +73,7 @@ class TrainingShape:
     outer_every: Annotated[int, "updates that replicas make apart before they exchange them (DiLoCo); 0: none"] = 0
     outer_fragments: Annotated[int, "parts of the model that are exchanged in turn"] = 1
     outer_overlap: Annotated[int, "updates during which what is exchanged is under way"] = 0
+    pace_mbit: Annotated[float, "millions of bits that a rank on a CPU sends a second at most; 0: no limit"] = 0.0
     sequence_ranks: Annotated[int, "ranks that share each sequence, where a rank is planned", LeftOut] = 1
     snapshot: Annotated[bool, "checkpoints are copied in memory and written in the background"] = False
     checkpoint_every: Annotated[int, "updates between checkpoints; 0: none before the last"] = 0
@@ -199,7 +200,7 @@ class TrainingShape:
             in_order = p.exact and p.shard > 1 and shape.compute_dtype != "fp32"
             shape = replace(shape, compress=shape.compute_dtype if in_order else p.compress, compress_rank=p.compress_rank)
             shape = replace(shape, residuals=p.feeds_back, outer_every=p.outer_every, compress_weights=p.compress_weights)
-            shape = replace(shape, outer_fragments=p.fragments, outer_overlap=p.outer_overlap)
+            shape = replace(shape, outer_fragments=p.fragments, outer_overlap=p.outer_overlap, pace_mbit=p.pace_mbit)
             shape = replace(shape, gradient_sums=sums_at_once(shape.grad_accumulation, p.exact), exact=p.exact)
         if not recipe.trains_adapters:
             return shape

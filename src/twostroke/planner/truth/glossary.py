@@ -53,6 +53,7 @@ GLOSSARY: dict[str, str] = {
     "n_sums": "fp32 sums of gradients that a rank holds at once",
     "rows_held": "bytes of a master's rows beside the weights that are gathered from them",
     "sent": "bytes in which an element of a gradient is sent",
+    "pace": "bytes a second that a rank may send",
     "beside": "bytes of gradient that backward leaves beside the fp32 one",
     "tail": "outputs that would take as long as a product's last, half-filled wave of tiles",
     "slows": "share of its time by which a hidden collective delays products",

@@ -1,7 +1,9 @@
 // ---- the figures of the page
 const STRIPS = { block_grad_norms: "gradient norm", update_ratios: "update ÷ weight", residual_rms: "residual stream, RMS", residual_max: "residual stream, largest |x|",
-  mlp_rms: "MLP inside, RMS", mlp_max: "MLP inside, largest |x|", mlp_zero_share: "MLP inside, share of zeros", mlp_dead_share: "MLP inside, dead channels" };
+  rank_compute_s: "seconds of computing", rank_waiting_s: "seconds of waiting", mlp_rms: "MLP inside, RMS", mlp_max: "MLP inside, largest |x|", mlp_zero_share: "MLP inside, share of zeros", mlp_dead_share: "MLP inside, dead channels" };
+const RANKS = [["computing", "computing_s", "#2f7fe0"], ["waiting for the wire", "wire_s", "#d9730d"], ["waiting for others", "waiting_s", "#8b5cf6"]];
 const PARTS = [["forward", "forward_s", "#2f7fe0"], ["backward", "backward_s", "#0a9396"], ["optimizer", "optimizer_s", "#8b5cf6"], ["data", "data_s", "#d9730d"]];
+const WINDOWS = [[5, "#d9730d"], [50, "#2f7fe0"]];
 const blue = "var(--measured)", DOTS = ["#0a9396", "#8b5cf6", "#d6455d"];
 let smoothing = .8, logLoss = false;
 function smooth(values) {
@@ -24,7 +26,7 @@ const figures = {
   } },
   norm: { title: "Gradient norm", draw(box) { chart(box, { id: "norm", label: "gradient norm", series: [line("gradient norm", "grad_norm")], format: plain, zero: true, robust: true }); } },
   rate: { title: "Learning rate", draw(box) { chart(box, { id: "rate", label: "learning rate", series: [line("learning rate", "learning_rate")], format: plain, zero: true }); } },
-  strip: { title: "By part of the model", wide: true, draw(box) { if (state.strip) heat(box, state.strip); else box.replaceChildren(make("p", { class: "note" }, "Nothing yet.")); } },
+  strip: { title: "By part of the model, or by rank", wide: true, draw(box) { if (state.strip) heat(box, state.strip); else box.replaceChildren(make("p", { class: "note" }, "Nothing yet.")); } },
   speed: { title: "Speed", draw(box) {
     const reference = guess("train_tok_per_s"), speed = line("tokens/s", "tok_per_s");
     legend("speed", [["tokens a second", blue], ...predictedLegend(reference)]);
@@ -41,6 +43,19 @@ const figures = {
     chart(box, { id: "memory", label: "memory", series: [line("in use", "memory_bytes"), line("peak", "peak_memory_bytes", { color: "var(--soft)", width: 1.4 })], reference, format: bytes, binary: true, zero: true });
   } },
   wait: { title: "Data wait", draw(box) { chart(box, { id: "wait", label: "share of a step that waits for data", series: [line("of a step", "data_wait_share")], format: percent, zero: true, robust: true }); } },
+  ranks: { title: "Where the ranks' time goes", draw(box) {
+    const series = RANKS.map(([name, key, color]) => line(name, key, { color }));
+    box.closest("section").hidden = !series.some(s => s.values.some(v => v != null));
+    legend("ranks", RANKS.map(([name, , color]) => [name, color]));
+    chart(box, { id: "ranks", label: "seconds of a step, means over the ranks", series, stack: true, zero: true, robust: true, format: seconds });
+  } },
+  bursts: { title: "How evenly the first rank sends", draw(box) {
+    const mean = (state.points.sent_bytes || []).map((sent, i) => sent && state.points.step_time_s[i] ? sent / state.points.step_time_s[i] : null);
+    const series = WINDOWS.map(([ms, color]) => ({ name: `${ms} ms`, color, values: (state.points[`peak_sent_${ms}ms_bytes`] || []).map((peak, i) => peak != null && mean[i] ? peak / (ms / 1e3) / mean[i] : null) }));
+    box.closest("section").hidden = !series.some(s => s.values.some(v => v != null));
+    legend("bursts", WINDOWS.map(([ms, color]) => [`the busiest ${ms} ms ÷ mean`, color]));
+    chart(box, { id: "bursts", label: "bytes sent in the busiest 5 and 50 ms over the mean", series, read: [...series, line("sent", "sent_bytes", { format: bytes })], zero: true, robust: true, format: x => x == null ? "–" : sig(x) + " ×" });
+  } },
   held: { title: "Held out", draw(box) {
     const dots = Object.entries(state.doc.scores).map(([name, [steps, values]], i) => ({ name: name.replaceAll("_", " ").replace("heldout ", ""), steps, values, color: DOTS[i % 3] }));
     box.closest("section").hidden = !dots.length;
