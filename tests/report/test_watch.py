@@ -130,15 +130,28 @@ def test_an_open_page_is_given_the_last_state_and_a_closed_one_costs_nothing(tmp
     assert late == ["interrupted"]  # however short ago the ledger was asked
 
 
+def of_two_ranks(step: int) -> dict[str, Any]:
+    """What a step's line has besides where ranks train: each sends for a tenth of it."""
+    sent = 40_000_000
+    return {
+        "sent_bytes": sent, "peak_sent_5ms_bytes": sent // 10, "peak_sent_50ms_bytes": sent, "computing_s": 0.42,
+        "wire_s": 0.05, "waiting_s": 0.03, "rank_compute_s": [0.4, 0.4 + 0.001 * step], "rank_waiting_s": [0.1, 0.1 - 0.001 * step],
+    }  # fmt: skip
+
+
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[WatchServer]:
-    """A run of 61 steps with everything a run can have, the last step refused, and a model that writes HTML."""
+    """A run of 61 steps of two ranks with everything a run can have, the last one refused, and a model that writes HTML."""
     run = tmp_path / "run"
     begin_run(run)
     for step in range(1, 61):
         append(
             run,
-            line(step, **({"activations": {"mlp_dead_share": [0.0]}, "heldout_bits_per_byte": 2.0} if step % 20 == 0 else {})),
+            line(
+                step,
+                **({"activations": {"mlp_dead_share": [0.0]}, "heldout_bits_per_byte": 2.0} if step % 20 == 0 else {}),
+                **of_two_ranks(step),
+            ),
         )
     append(run, line(61, loss=None, skipped=f"loss is nan {HOSTILE}"))
     (run / "checkpoints" / "step-00000040").mkdir(parents=True)
@@ -156,7 +169,8 @@ def test_a_browser_draws_the_run_and_runs_no_text_of_the_model(browser: Any, wat
         html = page.content()
     assert "step 61 of 100" in html
     drawn = re.findall(r'id="plot-(\w+)"><svg', html)
-    assert drawn == ["loss", "norm", "rate", "strip", "speed", "parts", "memory", "wait", "held"]
+    assert drawn == ["loss", "norm", "rate", "strip", "speed", "parts", "memory", "wait", "ranks", "bursts", "held"]
+    assert "seconds of waiting" in html, "by rank"
     assert "400 ms [300–600]" in html  # predicted, beside
     assert "&lt;/script&gt;&lt;script&gt;" in html
 
@@ -173,6 +187,8 @@ def test_without_a_prediction_a_phone_shows_what_was_measured(browser: Any, tmp_
         row = page.locator("#table tr", has_text="step_time_s")
         assert row.inner_text().split() == ["step_time_s", "500", "ms"]
         assert page.locator("#table-section .scroll").evaluate("node => node.scrollWidth <= node.clientWidth")
+        assert page.locator("#plot-ranks").is_hidden()
+        assert page.locator("#plot-bursts").is_hidden()
         assert page.locator("#plot-held").is_hidden()  # nothing was scored, and bytes that were sent are no score
     server.close()
 

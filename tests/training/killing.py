@@ -15,12 +15,14 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.model.safetensors_file import tensor_bytes
 from twostroke.training import step as step_module
 from twostroke.training.checkpoint import list_checkpoints, load_checkpoint
+from twostroke.training.measurement import OVER_RANKS, PEAKS
 from twostroke.training.saver import CheckpointSaver
 from twostroke.training.start import train
 
 OF_THE_CLOCK = {
     "tok_per_s", "mfu", "memory_bytes", "peak_memory_bytes", "step_time_s", "forward_s", "backward_s", "optimizer_s", "data_s",
     "elapsed_s", "sent_bytes", "data_wait_share", "warm_up", "rank_compute_s", "rank_waiting_s", "straggler_ratio",
+    *PEAKS, *OVER_RANKS,
 }  # fmt: skip
 """Keys of a log line that say when and where a step was done; all others must be equal."""
 

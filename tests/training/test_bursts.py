@@ -170,10 +170,9 @@ def planned(mbit_per_s: float, **parallel: Any) -> TrainingPlan:
     link = Link(2e-5, mbit_per_s * 1e6 / 8, "measured", "a test's")
     hardware = dataclasses.replace(hardware, link=link, network=link)
     recipe = ParallelRecipe(**{"data": 2} | parallel)
-    shape = TrainingShape(
-        batch_size=1, sequence_length=512, grad_accumulation=2, dtype="fp32", compile=False, exact=recipe.exact,
-        gradient_sums=1, outer_every=recipe.outer_every, outer_fragments=recipe.fragments, compress=recipe.compress, pace_mbit=recipe.pace_mbit,
-    )  # fmt: skip
+    shape = TrainingShape(batch_size=1, sequence_length=512, grad_accumulation=2, dtype="fp32", compile=False, gradient_sums=1)
+    own = {name: getattr(recipe, name) for name in ("exact", "outer_every", "compress", "pace_mbit")}
+    shape = dataclasses.replace(shape, outer_fragments=recipe.fragments, **own)
     return plan_training(spec, shape, hardware, layout_of(recipe, spec))
 
 

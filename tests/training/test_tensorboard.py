@@ -26,6 +26,24 @@ def test_what_is_no_finite_number_is_left_out_and_the_rest_shown() -> None:
     assert list(scalars(line)) == [("gradient norm/embed", 1.5)]
 
 
+def test_numbers_of_ranks_are_of_speed() -> None:
+    line = {
+        "peak_sent_5ms_bytes": 3,
+        "peak_sent_50ms_bytes": 20,
+        "wire_s": 0.5,
+        "waiting_s": 0.25,
+        "rank_waiting_s": [0.5, 1.0],
+    }
+    assert list(scalars(line)) == [
+        ("speed/most bytes in 5 ms", 3.0),
+        ("speed/most bytes in 50 ms", 20.0),
+        ("speed/seconds of waiting for the wire", 0.5),
+        ("speed/seconds of waiting for others", 0.25),
+        ("seconds of waiting/rank 0", 0.5),
+        ("seconds of waiting/rank 1", 1.0),
+    ]
+
+
 def test_every_logged_number_is_read_back(make_recipe) -> None:
     result = train(make_recipe(steps=3, tensorboard=True, diagnostics_every=2))
     events = _events(result.directory)

@@ -15,6 +15,7 @@ function smooth(values) {
   });
 }
 const guess = name => (state.doc.predicted[name] && state.doc.predicted[name].value != null) ? state.doc.predicted[name] : null;
+const anyOf = series => series.some(s => s.values.some(v => v != null));
 const line = (name, key, more = {}) => ({ name, values: state.points[key] || [], color: blue, ...more });
 const figures = {
   loss: { title: "Loss", wide: true, draw(box) {
@@ -45,14 +46,14 @@ const figures = {
   wait: { title: "Data wait", draw(box) { chart(box, { id: "wait", label: "share of a step that waits for data", series: [line("of a step", "data_wait_share")], format: percent, zero: true, robust: true }); } },
   ranks: { title: "Where the ranks' time goes", draw(box) {
     const series = RANKS.map(([name, key, color]) => line(name, key, { color }));
-    box.closest("section").hidden = !series.some(s => s.values.some(v => v != null));
+    if (box.closest("section").hidden = !anyOf(series)) return;
     legend("ranks", RANKS.map(([name, , color]) => [name, color]));
     chart(box, { id: "ranks", label: "seconds of a step, means over the ranks", series, stack: true, zero: true, robust: true, format: seconds });
   } },
   bursts: { title: "How evenly the first rank sends", draw(box) {
     const mean = (state.points.sent_bytes || []).map((sent, i) => sent && state.points.step_time_s[i] ? sent / state.points.step_time_s[i] : null);
     const series = WINDOWS.map(([ms, color]) => ({ name: `${ms} ms`, color, values: (state.points[`peak_sent_${ms}ms_bytes`] || []).map((peak, i) => peak != null && mean[i] ? peak / (ms / 1e3) / mean[i] : null) }));
-    box.closest("section").hidden = !series.some(s => s.values.some(v => v != null));
+    if (box.closest("section").hidden = !anyOf(series)) return;
     legend("bursts", WINDOWS.map(([ms, color]) => [`the busiest ${ms} ms ÷ mean`, color]));
     chart(box, { id: "bursts", label: "bytes sent in the busiest 5 and 50 ms over the mean", series, read: [...series, line("sent", "sent_bytes", { format: bytes })], zero: true, robust: true, format: x => x == null ? "–" : sig(x) + " ×" });
   } },
