@@ -135,7 +135,8 @@ def of_two_ranks(step: int) -> dict[str, Any]:
     sent = 40_000_000
     return {
         "sent_bytes": sent, "peak_sent_5ms_bytes": sent // 10, "peak_sent_50ms_bytes": sent, "computing_s": 0.42,
-        "wire_s": 0.05, "waiting_s": 0.03, "rank_compute_s": [0.4, 0.4 + 0.001 * step], "rank_waiting_s": [0.1, 0.1 - 0.001 * step],
+        "wire_s": 0.05, "waiting_s": 0.03, "rank_compute_s": [0.4, 0.4 + 0.001 * step],
+        "rank_waiting_s": [0.1, 0.1 - 0.001 * step],
     }  # fmt: skip
 
 

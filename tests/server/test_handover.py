@@ -76,6 +76,11 @@ class Loop:
                 self._woken.wait(0.01)
                 self._woken.clear()
 
+    @property
+    def n_asked(self) -> int:
+        """Prompts that wait for a turn."""
+        return sum(len(peer.inbox) for peer in self.lender._peers)
+
     def close(self) -> None:
         self._over = True
         self._thread.join()
@@ -250,7 +255,7 @@ def test_a_peer_that_ends_is_replaced_by_computing_and_found_again(llama: Path, 
             loop.halted.set()
             handover = borrower.ask(wire.Add("1", PROMPTS[1], GREEDY))
             assert handover is not None
-            until(lambda: bool(loop.lender._peers[0].inbox))
+            until(lambda: loop.n_asked == 1)
             assert not handover.done.done()
         handover.done.result(20)  # the peer's end ended it
         assert run(decodes, PROMPTS[1:2], GREEDY)["0"] == joint["1"]
@@ -269,7 +274,7 @@ def test_an_asking_engine_that_ends_holds_no_page(llama: Path, where: tuple[str,
             loop.halted.set()
             for i, prompt in enumerate(PROMPTS[:3]):
                 borrower.ask(wire.Add(str(i), prompt, GREEDY))
-            until(lambda: len(loop.lender._peers[0].inbox) == 3)
+            until(lambda: loop.n_asked == 3)
             loop.halted.clear()
             until(lambda: loop.lender.counts().lent_prompts == 3)
         until(lambda: loop.lender.is_idle and loop.lender.counts().lent_peers == 0)

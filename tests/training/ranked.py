@@ -20,7 +20,8 @@ from twostroke.core.recipe import TrainRecipe
 from twostroke.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from twostroke.training.start import train
 
-JOIN_S = 100.0
+JOIN_S = 250.0
+"""Ten layouts of four ranks, one after another, take 100 s on two slow cores that other tests use too."""
 
 Prepare = Callable[[int], None]
 """``prepare(rank)``, called in each rank's process before it trains."""
