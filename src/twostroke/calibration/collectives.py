@@ -1,4 +1,5 @@
-"""Measures what ranks pay to talk to each other: start-up time and rate of a ring, from all-reduces of several sizes.
+"""Measures what ranks pay to talk to each other: start-up time and rate of a ring, from all-reduces of several sizes. On CPUs
+these are the two exchanges that stand for one there (``training.exchanges``), without the sums between them.
 
 It needs more than one rank. Under ``torchrun`` every rank calls ``calibrate``, and rank 0 measures everything else and keeps
 the profile. Otherwise processes are started here, one for each GPU of this machine or as many as were asked for.
@@ -19,8 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from twostroke.core.rates import Ring
+from twostroke.training.exchanges import all_to_all, gather_into
 
 SIZES_BYTES = tuple(2**n for n in (10, 14, 18, 20, 22, 24, 25))
 LEAST_RUNS = 5
@@ -46,18 +49,29 @@ def fit_ring(points: Sequence[tuple[float, float]], n_ranks: int) -> tuple[float
     return max(start / steps, 1e-9), steps / n_ranks / max(slope, 1e-15)
 
 
+def _exchange(values: Tensor) -> None:
+    """What an all-reduce of ``values`` sends."""
+    if values.device.type != "cpu":
+        dist.all_reduce(values)
+        return
+    came = torch.empty_like(values)
+    all_to_all(came, values, dist.group.WORLD).wait()
+    gather_into(values, came[: len(values) // dist.get_world_size()], dist.group.WORLD, None).wait()
+
+
 def measure_all_reduces(device: torch.device) -> list[tuple[float, float]]:
     """(bytes, best seconds) of all-reduces in the default group. Every rank calls it and gets the slowest rank's times."""
     points: list[tuple[float, float]] = []
+    n = dist.get_world_size()
     for size in SIZES_BYTES:
-        values = torch.zeros(size // 4, device=device)
-        dist.all_reduce(values)
+        values = torch.zeros(size // 4 // n * n, device=device)
+        _exchange(values)
         times = []
         begin = time.perf_counter()
         while True:
             dist.barrier()
             start = time.perf_counter()
-            dist.all_reduce(values)
+            _exchange(values)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)
@@ -68,7 +82,7 @@ def measure_all_reduces(device: torch.device) -> list[tuple[float, float]]:
                 break
         slowest = torch.tensor(min(times), device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        points.append((float(size), slowest.item()))
+        points.append((4.0 * len(values), slowest.item()))
     return points
 
 

@@ -110,6 +110,7 @@ class Extent:
     disk_bytes: int = 128 * MIB
     fresh_process: bool = True
     whole_steps: bool = True
+    ranks: int = 2
 
 
 ON_GPU = Extent(block=BlockSize(heads=32, d_ff=5632, tokens=16384, eager_tokens=8192, short=512, long=2048, vocab_size=32000))
@@ -131,6 +132,7 @@ SMALL = Extent(
     disk_bytes=4 * MIB,
     fresh_process=False,
     whole_steps=False,
+    ranks=1,
 )
 
 
@@ -190,9 +192,9 @@ def calibrate(
 ) -> MachineProfile:
     """Measure one device of this machine and return its profile (``core.profile.save_profile`` stores it).
 
-    Collectives are measured between ``n_ranks`` processes (default: one for each GPU), or between the ranks that a launcher
-    started, of which this is the first and the others call ``collectives.measure_in_launched_group``; not at all where another
-    device was measured ``first``.
+    Collectives are measured between ``n_ranks`` processes (default: one for each GPU, two on a CPU of several cores that is to
+    train), or between the ranks that a launcher started, of which this is the first and the others call
+    ``collectives.measure_in_launched_group``; not at all where another device was measured ``first``.
 
     ``only`` "serve" or "train" leaves out what the other engine needs; the rest is taken from the stored profile of the device,
     where it has one (``merged``). On a GPU it is "train": serving computes on the CPU.
@@ -205,10 +207,12 @@ def calibrate(
     extent = extent or (ON_GPU if device == "cuda" else Extent())
     if device != SERVING_DEVICE and only != "train":
         raise ConfigError(f"serving does not compute on device={device!r}. Measure training there: only='train'.")
-    n_ranks = n_ranks or (torch.cuda.device_count() if device == "cuda" else 1)
     clock = Clock(device, extent.effort)
     tell = progress or (lambda done, note: None)
     fingerprint = read_fingerprint()
+    if not n_ranks:
+        on_cpu = min(extent.ranks, fingerprint.n_cores) if only != "serve" else 1
+        n_ranks = torch.cuda.device_count() if device == "cuda" else on_cpu
 
     tell(0.0, "process and disk")  # first: a folder that cannot be written is no news after minutes
     process = measure_fresh_process() if extent.fresh_process else Process()

@@ -43,7 +43,10 @@ def calibrate(
         None, help="Where training is measured: cpu or cuda. Default: cuda if there is a GPU. Serving runs on the CPU."
     ),
     ranks: int = typer.Option(
-        0, min=0, max=MAX_LOCAL_RANKS, help="Processes between which collectives are measured; 0: one for each GPU."
+        0,
+        min=0,
+        max=MAX_LOCAL_RANKS,
+        help="Processes between which collectives are measured; 0: one for each GPU, two on a CPU.",
     ),
     only: str = typer.Option(
         None, help="Measure only what serve or train needs (serve: about half the time) and keep the rest."

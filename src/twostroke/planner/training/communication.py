@@ -339,14 +339,20 @@ class _Group:
 
     @classmethod
     def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str) -> _Group:
-        slows = letter("slows", COLLECTIVES_SLOW_BY) if hardware.accelerator else 0.0
-        return cls(ranks, group_link(layout, hardware, ranks, stride), suffix, slows)
+        link = group_link(layout, hardware, ranks, stride)
+        if hardware.accelerator:
+            return cls(ranks, link, suffix, letter("slows", COLLECTIVES_SLOW_BY))
+        if hardware.link.kind != "measured":
+            return cls(ranks, link, suffix)
+        # Between ranks of one machine nothing but the processors' copies takes time, and others' links need the same copies.
+        return cls(ranks, link, suffix, smallest(1.0, link.effective_bytes_per_s / hardware.link.effective_bytes_per_s))
 
     def paced(self, bytes_per_s: float) -> _Group:
         """These ranks, where each sends so many bytes a second at most."""
         if bytes_per_s >= self.link.effective_bytes_per_s:
             return self
-        return replace(self, link=Link(self.link.alpha_s, bytes_per_s, "measured", "the recipe's pace"))
+        slows = self.slows * (bytes_per_s / self.link.effective_bytes_per_s)
+        return replace(self, link=Link(self.link.alpha_s, bytes_per_s, "measured", "the recipe's pace"), slows=slows)
 
     def all_reduced(self, whole: float, bursts: float, hidden_s: float, times: float = 1) -> Traffic:
         once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)

@@ -190,12 +190,12 @@ def _not_divided(spec: ModelSpec, tensor: int, expert: int) -> list[str]:
 
 
 def group_link(layout: Layout, hardware: Hardware, size: int, stride: int = 1) -> Link:
-    """The link that bounds a collective of ``size`` ranks that are ``stride`` apart.
+    """The link that bounds a collective of ``size`` ranks that are ``stride`` apart. Ranks that share a device are in one node.
 
     Inside a node it is the device's own link. Beyond a node, each of the g = node/stride members that a node holds drives its
     own network port in a ring of its own, as NCCL's rings do: the rate is min(link, g·network), and α is the network's.
     """
-    node = layout.devices_per_node or hardware.devices_per_node
+    node = layout.devices_per_node or max(hardware.devices_per_node, layout.sharing)
     if size * stride <= node:
         return hardware.link
     members = max(1, min(size, node // stride))
