@@ -3,10 +3,11 @@
 Bursts of b bytes, each of which takes the wire t seconds, follow each other a = max(t, the work between them) apart. The window
 w that holds most of k of them begins with one, and so holds
 
-    min(k, ⌊w/a⌋)·b + min(1, (w − ⌊w/a⌋·a)/t)·b        (the last term only if fewer than k are whole).
+    min(k, ⌊w/a⌋)·b + min(1, (w − ⌊w/a⌋·a)/t)·b        (the last term only if fewer than k are whole),
 
-What hides behind the same pass is under way together: the sum, at most what the wire carries in w. Held against counters of the
-wire in benchmarks/network.
+or what the bursts at an end of the pass send, between which nothing is left to compute, if that is more. What hides behind the
+same pass is under way together: the sum, at most what the wire carries in w. Held against counters of the wire in
+benchmarks/network.
 """
 
 from __future__ import annotations
@@ -37,4 +38,4 @@ def _most_of(traffic: Traffic, window_s: float) -> float:
     in_a_row, apart_s = float(traffic.in_a_row) or bursts, max(wire_s, float(traffic.apart_s))
     whole = min(in_a_row, math.floor(window_s / apart_s))
     begun = min(in_a_row - whole, 1.0, (window_s - whole * apart_s) / wire_s)
-    return each * (whole + begun)
+    return max(each * (whole + begun), float(traffic.together_bytes))

@@ -43,6 +43,7 @@ class Traffic:
     link_kind: Annotated[str, "measured, datasheet or assumed"]
     apart_s: Annotated[float, "s", "from one burst to the next, where work between them takes longer than the wire"] = 0.0
     in_a_row: Annotated[float, "bursts that follow each other so; 0: all of a step"] = 0.0
+    together_bytes: Annotated[float, "bytes", "that a rank sends at an end of a pass, where no work is between bursts"] = 0.0
 
     def leaves(self, hidden_s: float, times: int) -> float:
         """Seconds of ``hidden_s`` that are left for other traffic to hide in, where this one comes ``times`` a step."""
@@ -292,6 +293,8 @@ def across_data(
             if layout.zero == 2 and not hardware.accelerator:
                 buckets = n_layers + (1 if outside else 0)  # FSDP2's units
             reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
+            if layout.zero == 2 and outside and not hardware.accelerator:
+                reduced = group.ending_with(reduced, gradient * outside)
             if shape.compress_weights == "none":
                 gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
                 found.append(gathered)
@@ -311,6 +314,8 @@ def across_data(
             backward_s = again.leaves(backward_s, n_micro)
             n_reduced = n_layers + (1 if outside and shape.method == "full" else 0)
             reduced = group.scattered(gradients, n_reduced, n_micro, backward_s)
+            if n_reduced > n_layers:
+                reduced = group.ending_with(reduced, gradient * outside)
             found += [gathered, again]
         found.append(reduced)
         # Two groups share the link, so what one hides in is not there for the next.
@@ -365,6 +370,12 @@ class _Group:
         sent = network.gather_sent_bytes(whole, self.ranks)
         return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward")
 
+    def ending_with(self, reduced: Traffic, last: float) -> Traffic:
+        """``reduced``, whose pass ends with a burst of ``last`` bytes of the tensor, right behind another one."""
+        sent = network.gather_sent_bytes(last, self.ranks)
+        others = reduced.sent_bytes * (reduced.in_a_row / reduced.bursts) - sent
+        return replace(reduced, together_bytes=sent + others / max(reduced.in_a_row - 1, 1))
+
     def gathered(self, whole: float, bursts: float, times: int, hidden_s: float, behind: str) -> Traffic:
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
         sent = network.gather_sent_bytes(whole, self.ranks)
@@ -400,4 +411,5 @@ class _Group:
             link_kind=self.link.kind,
             apart_s=hidden_s / bursts,
             in_a_row=bursts,
+            together_bytes=sent * smallest(1.0, 2 / bursts),
         )
