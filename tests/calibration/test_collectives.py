@@ -34,7 +34,7 @@ def test_a_profile_with_collectives_gives_a_measured_link() -> None:
     assert (hardware.link.kind, hardware.network.kind) == ("measured", "measured")
     assert hardware.link.bytes_per_s == pytest.approx(1e9)  # 2(n−1)/n is 1 for two ranks
     assert hardware.network.bytes_per_s == pytest.approx(1.5e9)
-    assert hardware.devices_per_node == 2
+    assert hardware.devices_per_node == 1, "ranks on a processor share it"
 
 
 @pytest.mark.alone

@@ -26,6 +26,7 @@ from twostroke.planner.hardware.tables import (
     price,
     prices,
 )
+from twostroke.planner.training.layout import Layout, group_link
 from twostroke.planner.training.passes import product_backward
 
 REQUIRED = {"memory_bytes", "read_bandwidth_bytes_per_s", "watts", "devices_per_node", "network.bytes_per_s", "network.alpha_s"}
@@ -314,8 +315,10 @@ def test_calibrated_collectives_are_the_link_of_this_machine() -> None:
     device = machine(link=Ring(2e-5, 3e9, 2))
     assert device.link.kind == "measured"
     assert device.link.effective_bytes_per_s == device.link.bytes_per_s == 3e9
-    assert device.link_for(2) is device.link
-    assert machine().link_for(2).kind == "assumed"
+    assert group_link(Layout(data=2, sharing=2), device, 2) is device.link
+    assert group_link(Layout(data=2), device, 2) is device.network, "another processor is another machine"
+    assert device.link_for(2) is device.network
+    assert machine().link.kind == device.network.kind == "assumed"
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1, 1e12)), min_size=1, max_size=6), st.floats(0.1, 1e12))

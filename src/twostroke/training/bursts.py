@@ -14,12 +14,12 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from twostroke.core.errors import InputError
 from twostroke.core.policy import BURST_WINDOWS_MS
 from twostroke.training.measurement import PEAKS
 
@@ -29,6 +29,9 @@ EVERY_S = 0.002
 QUIET_S = 0.1
 """Counters that have stood still for so long are left alone until something is sent again, so that the thread which reads them
 sleeps beside a rank that hangs: a rank of which any thread runs is not taken for one."""
+
+MOST_SAMPLES = 2**16
+"""That are kept, 10 MB: the newest two minutes of sending in a step, or beside one, where nobody asks for peaks."""
 
 _ACKED = struct.Struct("=Q")
 _ACKED_AT, _INFO_BYTES = 120, 128
@@ -45,21 +48,16 @@ class Bursts:
 
     def __init__(self) -> None:
         self._connections: list[socket.socket] = []
-        self._samples: list[tuple[float, float]] = []
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
         self._sends, self._ends, self._lock = threading.Event(), False, threading.Lock()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def connecting(self, rate_bytes_per_s: float = 0.0) -> Iterator[None]:
-        """Inside, connections to other ranks are made, which together send at most at the rate that is given. Raises InputError
-        where none can be held."""
+        """Inside, connections to other ranks are made, which together send at most at the rate that is given."""
         before = _connections()
         yield
         made = [descriptor for inode, descriptor in _connections().items() if inode not in before]
-        if rate_bytes_per_s and not made:
-            raise InputError(
-                "parallel.pace_mbit holds TCP connections of ranks on CPUs to a rate, which needs Linux. Leave it out."
-            )
         for descriptor in made:
             connection = socket.socket(fileno=os.dup(descriptor))
             self._connections.append(connection)
@@ -70,10 +68,11 @@ class Bursts:
     def begin(self) -> None:
         """Something is about to be sent."""
         if self._connections:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._read, name="bursts", daemon=True)
-                self._thread.start()
             self._sends.set()
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._read, name="bursts", daemon=True)
+                    self._thread.start()
 
     def close(self) -> None:
         """Forget the connections: the other ends learn that they are gone only when nobody here has them open."""
@@ -83,7 +82,8 @@ class Bursts:
             self._thread.join()
         for connection in self._connections:
             connection.close()
-        self._connections, self._samples, self._thread, self._ends = [], [], None, False
+        self._connections, self._thread, self._ends = [], None, False
+        self._samples.clear()
         self._sends.clear()
 
     def peaks(self) -> dict[str, int]:
@@ -93,7 +93,9 @@ class Bursts:
             return {}
         self._look()
         with self._lock:
-            samples, self._samples = self._samples, self._samples[-1:]
+            samples = list(self._samples)
+            self._samples.clear()
+            self._samples.append(samples[-1])
         return {name: round(most_sent(samples, ms / 1e3)) for name, ms in zip(PEAKS, BURST_WINDOWS_MS, strict=True)}
 
     def _look(self) -> float:

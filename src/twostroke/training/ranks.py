@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -136,10 +137,10 @@ class Ranks:
 
     def lay_out(self, layout: ParallelRecipe) -> None:
         """Use ``layout``, which ``ParallelRecipe.on`` has filled in. Raises InputError if ranks here cannot hold its pace."""
-        if layout.pace_mbit and torch.cuda.is_available():
+        if layout.pace_mbit and (torch.cuda.is_available() or sys.platform != "linux"):
             raise InputError(
-                f"parallel.pace_mbit={layout.pace_mbit:g} holds connections of ranks on CPUs to a rate, and ranks on GPUs talk "
-                "over NCCL. Leave it out."
+                f"parallel.pace_mbit={layout.pace_mbit:g} holds TCP connections of ranks to a rate, which works on CPUs and on "
+                "Linux. Leave it out."
             )
         self.layout, self._groups, self._meshes = layout, {}, {}
 

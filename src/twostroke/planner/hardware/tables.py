@@ -272,7 +272,8 @@ def hardware_from_profile(profile: MachineProfile, present: Present | None = Non
     if profile.link is not None:
         ring = profile.link
         link = NodeLink(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between ranks of this machine")
-        per_node = max(per_node, ring.ranks)
+        if profile.device == "cuda":  # ranks on a CPU share it (``Layout.sharing``); another CPU is another machine
+            per_node = max(per_node, ring.ranks)
     if profile.network is not None:
         ring = profile.network
         network = Link(ring.alpha_s, ring.bytes_per_s, "measured", "calibrated collectives between machines")

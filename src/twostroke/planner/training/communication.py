@@ -255,19 +255,18 @@ def across_data(
     gradient = letter("gradient", shape.gradient_bits / 8 or held)
     forward_s, backward_s = letter("hidden", forward_s), letter("hidden", backward_s)
     n_copies = layout.copies
-    group = _Group.of(layout, hardware, layout.replicas // n_copies, layout.tensor, "")
+    pace = letter("pace", shape.pace_mbit * 1e6 / 8)
+    group = _Group.of(layout, hardware, layout.replicas // n_copies, layout.tensor, "", pace)
     groups = [(group, part.trained, part.frozen_bytes, part.outside)]
     if part.trained_experts or part.frozen_expert_bytes:
-        group = _Group.of(layout, hardware, layout.expert_data // n_copies, layout.expert_cut, " of experts")
+        group = _Group.of(layout, hardware, layout.expert_data // n_copies, layout.expert_cut, " of experts", pace)
         groups.append((group, part.trained_experts, part.frozen_expert_bytes, 0.0))
-    if shape.pace_mbit:
-        pace = letter("pace", shape.pace_mbit * 1e6 / 8)
-        groups = [(group.paced(pace), trained, frozen, outside) for group, trained, frozen, outside in groups]
     found = []
     for group, trained, frozen_bytes, outside in groups:
         if n_copies > 1:
             # Once a step, in the type of the sums, after the last pass: nothing hides it.
-            others = _Group.of(layout, hardware, n_copies, layout.n_devices // n_copies, f"{group.suffix} between copies")
+            stride = layout.n_devices // n_copies
+            others = _Group.of(layout, hardware, n_copies, stride, f"{group.suffix} between copies", pace)
             of_a_rank = letter("copied", FP32) * trained / group.ranks
             found.append(others.all_reduced(of_a_rank, max(1.0, of_a_rank / FP32 / BUCKET_PARAMETERS), 0.0))
         if group.ranks == 1:
@@ -343,21 +342,17 @@ class _Group:
     slows: float = 0.0
 
     @classmethod
-    def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str) -> _Group:
+    def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str, pace: float) -> _Group:
+        """``ranks`` that are ``stride`` apart and send ``pace`` bytes a second at most, if that is not 0."""
         link = group_link(layout, hardware, ranks, stride)
         if hardware.accelerator:
             return cls(ranks, link, suffix, letter("slows", COLLECTIVES_SLOW_BY))
+        if pace and pace < link.effective_bytes_per_s:
+            link = Link(link.alpha_s, pace, "measured", "the recipe's pace")
         if hardware.link.kind != "measured":
             return cls(ranks, link, suffix)
         # Between ranks of one machine nothing but the processors' copies takes time, and others' links need the same copies.
         return cls(ranks, link, suffix, smallest(1.0, link.effective_bytes_per_s / hardware.link.effective_bytes_per_s))
-
-    def paced(self, bytes_per_s: float) -> _Group:
-        """These ranks, where each sends so many bytes a second at most."""
-        if bytes_per_s >= self.link.effective_bytes_per_s:
-            return self
-        slows = self.slows * (bytes_per_s / self.link.effective_bytes_per_s)
-        return replace(self, link=Link(self.link.alpha_s, bytes_per_s, "measured", "the recipe's pace"), slows=slows)
 
     def all_reduced(self, whole: float, bursts: float, hidden_s: float, times: float = 1) -> Traffic:
         once = network.ring_all_reduce_s(whole / bursts, self.ranks, self.link)
