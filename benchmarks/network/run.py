@@ -214,19 +214,21 @@ def as_rank(file: Path) -> None:
 
 def planned(recipe: TrainRecipe, spec: ModelSpec, mbit_per_s: float) -> dict[str, float]:
     """What a plan says of a step: bytes, of any machine, because they do not depend on it; and where this one is calibrated
-    seconds and the most bytes in a window, over a link of the given rate. Of these the shaped link's bucket is a part."""
+    seconds and the most bytes in a window, over a link of the given rate, or of ranks that share it if that is 0. Of the bytes
+    the shaped link's bucket is a part."""
     shape, layout = TrainingShape.from_recipe(recipe), layout_of(recipe.parallel, spec, RANKS)
     hardware, _ = hardware_of(pick_device())
     names = ["sent_bytes_per_step"]
     if hardware is None:
         hardware = load_hardware("h100-sxm", "train")
     else:
-        link = Link(ALPHA_S, mbit_per_s * 1e6 / 8 * PAYLOAD / FRAME, "measured", "the shaped link")
-        hardware, layout = replace(hardware, network=link), replace(layout, devices_per_node=1)
         names += ["step_time_s", *PEAKS]
+        if mbit_per_s:
+            link = Link(ALPHA_S, mbit_per_s * 1e6 / 8 * PAYLOAD / FRAME, "measured", "the shaped link")
+            hardware, layout = replace(hardware, network=link), replace(layout, devices_per_node=1)
     prediction = plan_training(spec, shape, hardware, layout).prediction()
     found = {name: float(prediction[name]) for name in names}
-    if shape.pace_mbit:  # the bucket is never empty
+    if shape.pace_mbit or not mbit_per_s:  # paced bytes take nothing at once
         return found
     return found | {name: min(found[name] + BUCKET_BYTES, found["sent_bytes_per_step"]) for name in PEAKS if name in found}
 
@@ -238,7 +240,7 @@ def row_of(folder: Path, way: str, linked_by: str | None, case: dict[str, Any]) 
     mean = {name: statistics.fmean(step[name] for step in steps) for name in ("wire_bytes", "sent_bytes", "step_time_s")}
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     own = medians([line for line in lines[WARM_UP:] if line["sent_bytes"]], PEAKS)
-    plan = planned(recipe_of(run, WAYS[way], **case), spec, case["mbit_per_s"])
+    plan = planned(recipe_of(run, WAYS[way], **case), spec, case["mbit_per_s"] if linked_by else 0.0)
     return {"way": way, "planned": plan, "last_loss": lines[-1]["loss"], "peaks": peaks, "peaks_in_the_log": own} | mean
 
 
