@@ -235,11 +235,12 @@ def across_data(
     pass through a chunk of layers, because they stay gathered until its backward pass; our ranks without stages those and
     the first block's once a step, and the last block's once a micro-batch. Reductions hide behind the backward pass
     they follow, gathers behind the pass they serve. Copies of shards add up what a rank holds of the gradients once a step
-    (HSDP; Zhao et al., arXiv 2304.11277, section 3.2.2). What is longer than that pass, and one burst, is exposed. The
-    bandwidth of memory that traffic takes from the products is not counted. Replicas that train apart (``outer_every``)
-    exchange what changed in one burst, which nothing hides but, on a CPU, passes of the ``outer_overlap`` steps that follow.
-    With ``compress_weights`` ZeRO-2 gathers codes of what an update changed instead of weights; that all ranks begin from
-    gathered weights is once a run and not counted.
+    (HSDP; Zhao et al., arXiv 2304.11277, section 3.2.2). What is longer than that pass, and one burst, is exposed; on CPUs two
+    bursts, because they follow each other at an end of the pass. Of what traffic takes from the products beside it, the
+    processors' copies are counted on CPUs and ``COLLECTIVES_SLOW_BY`` on accelerators. Replicas that train apart
+    (``outer_every``) exchange what changed in one burst, which nothing hides but, on a CPU, passes of the ``outer_overlap``
+    steps that follow. With ``compress_weights`` ZeRO-2 gathers codes of what an update changed instead of weights; that all
+    ranks begin from gathered weights is once a run and not counted.
     """
     if layout.replicas == 1:
         return []
@@ -291,9 +292,8 @@ def across_data(
         elif layout.zero < 3:
             if layout.zero == 2 and not hardware.accelerator:
                 buckets = n_layers + (1 if outside else 0)  # FSDP2's units
-            reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s)
-            if layout.zero == 2 and outside and not hardware.accelerator:
-                reduced = group.ending_with(reduced, gradient * outside)
+            last = gradient * outside if layout.zero == 2 and not hardware.accelerator else 0.0
+            reduced = group.scattered(gradients, buckets, n_micro if layout.zero == 2 else 1, backward_s, last)
             if shape.compress_weights == "none":
                 gathered = group.gathered(weights, buckets, 1, forward_s, "the next forward")
                 found.append(gathered)
@@ -312,9 +312,8 @@ def across_data(
             again = group.gathered(blocks, n_gathered, n_micro, backward_s, "backward")
             backward_s = again.leaves(backward_s, n_micro)
             n_reduced = n_layers + (1 if outside and shape.method == "full" else 0)
-            reduced = group.scattered(gradients, n_reduced, n_micro, backward_s)
-            if n_reduced > n_layers:
-                reduced = group.ending_with(reduced, gradient * outside)
+            last = gradient * outside if n_reduced > n_layers else 0.0
+            reduced = group.scattered(gradients, n_reduced, n_micro, backward_s, last)
             found += [gathered, again]
         found.append(reduced)
         # Two groups share the link, so what one hides in is not there for the next.
@@ -340,13 +339,14 @@ class _Group:
     link: Link
     suffix: str
     slows: float = 0.0
+    on_accelerator: bool = False
 
     @classmethod
     def of(cls, layout: Layout, hardware: Hardware, ranks: int, stride: int, suffix: str, pace: float) -> _Group:
         """``ranks`` that are ``stride`` apart and send ``pace`` bytes a second at most, if that is not 0."""
         link = group_link(layout, hardware, ranks, stride)
         if hardware.accelerator:
-            return cls(ranks, link, suffix, letter("slows", COLLECTIVES_SLOW_BY))
+            return cls(ranks, link, suffix, letter("slows", COLLECTIVES_SLOW_BY), True)
         if pace and pace < link.effective_bytes_per_s:
             link = Link(link.alpha_s, pace, "measured", "the recipe's pace")
         if hardware.link.kind != "measured":
@@ -360,16 +360,11 @@ class _Group:
         what = "all-reduce of gradients" if times == 1 else "all-reduce of outer gradients"
         return self._traffic(what, whole, sent, once, bursts, times, hidden_s, "backward")
 
-    def scattered(self, whole: float, bursts: float, times: int, hidden_s: float) -> Traffic:
+    def scattered(self, whole: float, bursts: float, times: int, hidden_s: float, last: float = 0.0) -> Traffic:
+        """Gradients that are reduced in ``bursts`` a pass, at its end one of ``last`` bytes if that is not 0."""
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
         sent = network.gather_sent_bytes(whole, self.ranks)
-        return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward")
-
-    def ending_with(self, reduced: Traffic, last: float) -> Traffic:
-        """``reduced``, whose pass ends with a burst of ``last`` bytes of the tensor, right behind another one."""
-        sent = network.gather_sent_bytes(last, self.ranks)
-        others = reduced.sent_bytes * (reduced.in_a_row / reduced.bursts) - sent
-        return replace(reduced, together_bytes=sent + others / max(reduced.in_a_row - 1, 1))
+        return self._traffic("reduce-scatter of gradients", whole, sent, once, bursts, times, hidden_s, "backward", last)
 
     def gathered(self, whole: float, bursts: float, times: int, hidden_s: float, behind: str) -> Traffic:
         once = network.all_gather_s(whole / bursts, self.ranks, self.link)
@@ -391,8 +386,25 @@ class _Group:
         return replace(traffic, overlap="none: the next pass needs them")
 
     def _traffic(
-        self, what: str, whole: float, sent: float, once_s: float, bursts: float, times: float, hidden_s: float, behind: str
+        self,
+        what: str,
+        whole: float,
+        sent: float,
+        once_s: float,
+        bursts: float,
+        times: float,
+        hidden_s: float,
+        behind: str,
+        last: float = 0.0,
     ) -> Traffic:
+        # At an end of a pass two bursts follow each other, and nothing is computed between them.
+        share = (last + (whole - last) / largest(bursts - 1, 1)) / whole if last else smallest(1.0, 2 / bursts)
+        wire_s = bursts * once_s
+        delay_s = self.slows * smallest(wire_s, hidden_s)
+        if self.on_accelerator:
+            exposed_s = largest(once_s, wire_s - hidden_s + delay_s)
+        else:
+            exposed_s = smallest(wire_s, largest(share * wire_s, wire_s - hidden_s) + delay_s)
         return Traffic(
             parallel="data",
             what=what + self.suffix,
@@ -400,11 +412,11 @@ class _Group:
             bursts=times * bursts,
             burst_bytes=whole / bursts,
             sent_bytes=times * sent,
-            seconds=times * bursts * once_s,
-            exposed_s=times * largest(once_s, bursts * once_s - hidden_s + self.slows * smallest(bursts * once_s, hidden_s)),
-            overlap=f"behind {behind}, all but one burst",
+            seconds=times * wire_s,
+            exposed_s=times * exposed_s,
+            overlap=f"behind {behind}, all but {'one burst' if self.on_accelerator else 'two bursts'}",
             link_kind=self.link.kind,
             apart_s=hidden_s / bursts,
             in_a_row=bursts,
-            together_bytes=sent * smallest(1.0, 2 / bursts),
+            together_bytes=sent * share,
         )
