@@ -28,7 +28,7 @@ from twostroke.planner.training.plan import TrainingPlan, plan_training
 from twostroke.planner.training.shape import TrainingShape
 from twostroke.training.bursts import EVERY_S, QUIET_S, Bursts, most_sent
 
-PACE_MBIT = 16.0
+PACE_MBIT = 8.0
 
 PACKET = 2**16
 """Bytes that loopback sends at once. Two of them are acknowledged together."""
@@ -104,7 +104,9 @@ def test_a_pace_flattens_bursts_and_leaves_the_bits(make_recipe: Any, runner: Ra
     for line in lines_of(paced)[1:]:
         assert line["peak_sent_50ms_bytes"] < allowed
         assert line["step_time_s"] > 0.8 * line["sent_bytes"] / (PACE_MBIT * 1e6 / 8)
-    assert max(line["peak_sent_50ms_bytes"] for line in lines_of(free)) > 1.2 * allowed
+    assert max(line["peak_sent_50ms_bytes"] for line in lines_of(free)) > max(
+        line["peak_sent_50ms_bytes"] for line in lines_of(paced)[1:]
+    )
     measured = json.loads((Path(paced.output) / "summary.json").read_text())["measurement"]
     assert measured["peak_sent_5ms_bytes"] <= measured["peak_sent_50ms_bytes"] < allowed
     whole = [line["computing_s"] + line["wire_s"] + line["waiting_s"] for line in lines_of(paced)]

@@ -59,7 +59,6 @@ IDENTITIES = (
         (("forward_s", _once), ("backward_s", _once), ("optimizer_s", _once), ("data_s", _once)),
         "between the passes",
     ),
-    Identity("step_time_s", (("computing_s", _once), ("wire_s", _once), ("waiting_s", _once)), "medians of different steps"),
     Identity(
         "peak_memory_bytes",
         (
@@ -76,6 +75,12 @@ IDENTITIES = (
     Identity("tpot_s", (("decode_step_s", _once),), "others' prefills and HTTP"),
     Identity("e2e_s", (("ttft_s", _once), ("tpot_s", _tokens_after_the_first)), "medians of different requests"),
 )
+
+
+OF_RANKS = Identity(
+    "step_time_s", (("computing_s", _once), ("wire_s", _once), ("waiting_s", _once)), "medians of different steps"
+)
+"""A step over several ranks once more, by what they do."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def attribute(run: Run) -> list[Attribution]:
     """The attribution of every total of ``run`` that was predicted and measured, with at least one part that was as well."""
     found = []
     measurement = run.measurement
-    for identity in IDENTITIES:
+    for identity in (*IDENTITIES, OF_RANKS):
         predicted, measured = number_of(run.prediction.get(identity.total)), number_of(measurement.get(identity.total))
         if predicted is None or not measured or (identity.total in WHOLE_RUN and not is_whole(run)):
             continue

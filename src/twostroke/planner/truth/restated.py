@@ -50,7 +50,7 @@ TOTALS: dict[Engine, dict[str, tuple[str, ...]]] = {
 """What people read, and the quantities that it is made of."""
 
 _FOLLOWING = {
-    "step_time_s": ("train_tok_per_s", "mfu"),
+    "step_time_s": ("train_tok_per_s", "mfu", "computing_s"),
     "train_time_s": ("energy_kwh", "cost_usd"),
     "e2e_s": ("output_tok_per_s", "energy_per_mtok_kwh", "cost_per_mtok_usd"),
 }
