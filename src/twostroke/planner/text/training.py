@@ -187,7 +187,7 @@ def traffic_lines(plan: TrainingPlan) -> list[str]:
 
 def burst_text(plan: TrainingPlan) -> str:
     """The busiest window of a step beside a mean one, where it is planned."""
-    most = plan.peak_sent_50ms_bytes
+    most = plan.peak_sent_bytes(50)
     if most is None:
         return ""
     times = most / 0.05 / (plan.network_bytes_per_step / plan.step_time_s)

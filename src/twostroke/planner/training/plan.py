@@ -12,6 +12,7 @@ from twostroke.core.dtypes import bytes_of
 from twostroke.core.errors import ConfigError
 from twostroke.core.named import inputs, letter, named, within
 from twostroke.core.parallel_recipe import check_pieces
+from twostroke.core.policy import BURST_WINDOWS_MS
 from twostroke.core.spec import ModelSpec
 from twostroke.planner.hardware.corrections import corrections_notes, learned_factor
 from twostroke.planner.hardware.device import DATASHEET_NOTE, Hardware
@@ -190,38 +191,10 @@ class TrainingPlan:
         return named("communication_s", exposed, "s", "the parts that work does not hide", section="communication")
 
     @property
-    def computing_s(self) -> float | None:
-        """Seconds of a step that ranks compute; None for one."""
-        if self.layout.n_devices == 1:
-            return None
-        return named("computing_s", self._computing_s, "s", "passes, update and data, one after another")
-
-    @property
     def _computing_s(self) -> float:
         return self.forward_s + self.backward_s + self.optimizer_s + self.data_s
 
-    @property
-    def wire_s(self) -> float | None:
-        return None if self.layout.n_devices == 1 else self.communication_s
-
-    @property
-    def waiting_s(self) -> float | None:
-        """Seconds of a step that stages wait for others; stragglers are not foreseen."""
-        return None if self.layout.n_devices == 1 else self.bubble_s
-
-    @property
-    def sent_bytes_per_step(self) -> float | None:
-        return None if self.layout.n_devices == 1 else self.network_bytes_per_step
-
-    @property
-    def peak_sent_5ms_bytes(self) -> float | None:
-        return self._peak_sent_bytes(5)
-
-    @property
-    def peak_sent_50ms_bytes(self) -> float | None:
-        return self._peak_sent_bytes(50)
-
-    def _peak_sent_bytes(self, window_ms: int) -> float | None:
+    def peak_sent_bytes(self, window_ms: int) -> float | None:
         """The most that a rank sends in a window; None of other cuts than replicas and shards, and on accelerators."""
         is_data = all(one.parallel == "data" for one in self.traffic)
         if not self.traffic or not is_data or self.hardware.accelerator is not None:
@@ -230,6 +203,13 @@ class TrainingPlan:
         return named(
             f"peak_sent_{window_ms}ms_bytes", most, "bytes", "bursts and what is between them", section="communication"
         )
+
+    def _over_ranks(self) -> dict[str, float | None]:
+        """What a step of several ranks has beside; None of one. Stages wait for others; stragglers are not foreseen."""
+        computing = named("computing_s", self._computing_s, "s", "passes, update and data, one after another")
+        found = {"computing_s": computing, "wire_s": self.communication_s, "waiting_s": self.bubble_s}
+        found["sent_bytes_per_step"] = self.network_bytes_per_step
+        return {name: value if self.layout.n_devices > 1 else None for name, value in found.items()}
 
     @property
     def step_time_s(self) -> float:
@@ -344,7 +324,8 @@ class TrainingPlan:
         """Ledger names → values. What has no value while the length of the run is open is absent."""
         memory = {f"{term}_bytes": held for term, held in self.memory_bytes.items()}
         cost = {"energy_kwh": self.cost and self.cost.energy_kwh, "cost_usd": self.cost and self.cost.usd}
-        found: dict[str, Any] = {"train_tok_per_s": self.tok_per_s} | memory | cost
+        peaks = {f"peak_sent_{ms}ms_bytes": self.peak_sent_bytes(ms) for ms in BURST_WINDOWS_MS}
+        found: dict[str, Any] = {"train_tok_per_s": self.tok_per_s} | memory | cost | peaks | self._over_ranks()
         values = {name: found[name] if name in found else getattr(self, name) for name in TrainingPrediction.__annotations__}
         return {name: value for name, value in values.items() if value is not None}
 
